@@ -203,18 +203,19 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     I(kept_groups) I(two_of_group) I(normalise) F(scale) F(jitter) P(each_scale)         \
     P(ids) P(weights)
 
-// y [rows, hidden] = residual + the sum over a row's experts, in ascending order, of weight * down(act(up(x))).
-// ids, weights as `route` makes them; no expert twice in a row. weigh_inputs: x is multiplied by the weight, and
-// rounded to its dtype, instead of the output of down. up, down: `ExpertMatrix` [count], all of one kind; the biases
-// of gate and up are bias_pair apart. residual (or null) and y have the dtype of x. part 0: everything. Otherwise made
-// [rows * active, ..], of the dtype of x, holds the intermediate activations, ordered by expert, then row: part 1
-// computes `inner` columns of made from `hidden` columns of x; part 2 `hidden` columns of y from `inner` of made. Or
-// up and down have only `owned` of `count` experts, from `first` on: part 3 writes their unweighted outputs to
-// y [rows * active, hidden] fp32, ordered by expert, then row; part 4 sums the outputs that all put in `made`.
+// y [rows, outputs] = residual + the sum over a row's experts, in ascending order, of weight * down(act(up(x))).
+// ids, weights as `route` makes them; no expert twice in a row; an id below 0 is no expert; weights null: all 1.
+// weigh_inputs: x is multiplied by the weight, and rounded to its dtype, instead of the output of down. up, down:
+// `ExpertMatrix` [count], all of one kind; the biases of gate and up are bias_pair apart. residual (or null) and y have
+// the dtype of x. part 0: everything. Otherwise made [rows * active, ..], of the dtype of x, holds the intermediate
+// activations, ordered by expert, then row: part 1 computes `inner` columns of made from `inputs` columns of x; part 2
+// `outputs` columns of y from `inner` of made. Or up and down have only `owned` of `count` experts, from `first` on:
+// part 3 writes their unweighted outputs to y [rows * active, outputs] fp32, ordered by expert, then row; part 4 sums
+// the outputs that all put in `made`.
 #define KVIK_ARGS_experts(P, I, F)                                                       \
     P(x) I(x_stride) I(rows) P(ids) P(weights) I(weigh_inputs) I(active) I(count)        \
-    I(first) I(owned) P(up) P(down) I(hidden) I(inner) I(activation) I(bias_pair) I(up_kind) I(up_group)         \
-    I(up_fp8_x) I(down_kind) I(down_group) I(down_fp8_x) P(residual) I(residual_stride)  \
+    I(first) I(owned) P(up) P(down) I(inputs) I(inner) I(outputs) I(activation)          \
+    I(bias_pair) I(up_kind) I(up_group) I(up_fp8_x) I(down_kind) I(down_group) I(down_fp8_x) P(residual) I(residual_stride)  \
     I(part) P(made) I(made_stride) P(y) I(y_stride) I(dtype)
 
 // Packs rows [first, first + count) of a weight [outputs, inputs] into the packed weight. values:

@@ -141,7 +141,7 @@ struct Chosen {
 };
 
 struct SortedRows {
-    int64_t count, chosen;
+    int64_t count, chosen;  // rows that have an expert; experts held here that were chosen
     Range own;        // sorted rows of the experts held here
     int32_t* row;     // [count], of x and y
     float* weight;    // [count]
@@ -158,14 +158,15 @@ KVIK_INLINE int64_t aligned(int64_t bytes) { return divide_up(bytes, kAligned) *
 // A counting sort by expert; rows of an expert stay in their order.
 SortedRows sort_rows(const experts_args& a, char* memory) {
     SortedRows s = {};
-    s.count = a.rows * a.active;
+    const int64_t pairs = a.rows * a.active;
     s.row = (int32_t*)memory;
-    s.weight = (float*)(memory + aligned(4 * s.count));
-    s.at = (int32_t*)(memory + 2 * aligned(4 * s.count));
-    s.experts = (Chosen*)(memory + 3 * aligned(4 * s.count));
+    s.weight = (float*)(memory + aligned(4 * pairs));
+    s.at = (int32_t*)(memory + 2 * aligned(4 * pairs));
+    s.experts = (Chosen*)(memory + 3 * aligned(4 * pairs));
     const int64_t* ids = (const int64_t*)a.ids;
     int64_t next[kMostExperts] = {}, index[kMostExperts];
-    for (int64_t i = 0; i < s.count; i++) next[ids[i]]++;
+    for (int64_t i = 0; i < pairs; i++)
+        if (ids[i] >= 0) next[ids[i]]++;
     int64_t first = 0;
     for (int64_t e = 0; e < a.count; e++) {
         const int64_t rows = next[e];
@@ -180,10 +181,12 @@ SortedRows sort_rows(const experts_args& a, char* memory) {
         if (s.chosen == 1) s.own.begin = one.first;
         s.own.end = first;
     }
-    for (int64_t i = 0; i < s.count; i++) {
+    s.count = first;
+    for (int64_t i = 0; i < pairs; i++) {
+        if (ids[i] < 0) continue;
         const int64_t to = next[ids[i]]++;
         s.row[to] = int32_t(i / a.active);
-        s.weight[to] = ((const float*)a.weights)[i];
+        s.weight[to] = a.weights ? ((const float*)a.weights)[i] : 1.0f;
         s.at[to] = int32_t(index[ids[i]]);
     }
     return s;
@@ -330,7 +333,7 @@ void store_sums(const experts_args& a, int64_t tile, const float* sums) {
     for (int64_t row = 0; row < a.rows; row++, sums += kTile)
         for (int v = 0; v < kTileVectors; v++) {
             const int64_t at = column + v * kLanes;
-            const int n = int(smaller(kLanes, a.hidden - at));
+            const int n = int(smaller(kLanes, a.outputs - at));
             if (n <= 0) break;
             F32 value = load(sums + v * kLanes);
             if (a.residual) value = add(value, load_some((const X*)a.residual + row * a.residual_stride + at, n));
@@ -387,7 +390,7 @@ void experts_up(const experts_args& a, const SortedRows& s, char* made, int64_t 
         l.rows = one.rows;
         l.kind = a.up_kind;
         l.group = a.up_group;
-        l.inputs = a.hidden;
+        l.inputs = a.inputs;
         l.outputs = is_paired(a.activation) ? 2 * a.inner : a.inner;
         l.activation = a.activation;
         l.bias_pair = a.bias_pair;
@@ -416,7 +419,7 @@ void experts_down(const experts_args& a, const SortedRows& s, char* made, int64_
         l.kind = a.down_kind;
         l.group = a.down_group;
         l.inputs = a.inner;
-        l.outputs = a.hidden;
+        l.outputs = a.outputs;
         l.dtype = l.out_dtype = a.dtype;
         if (alone) {
             l.y = (float*)a.y + one.first * a.y_stride;
@@ -437,7 +440,7 @@ constexpr int64_t kSummedPerThread = 4096;  // numbers
 
 // y: the sums of the experts' outputs in `made`, in order.
 void sum_experts(const experts_args& a, const SortedRows& s, Team& team) {
-    const int64_t tiles = divide_up(a.hidden, kTile), each = kSummedPerThread / (s.count * kTile) + 1;
+    const int64_t tiles = divide_up(a.outputs, kTile), each = kSummedPerThread / ((s.count + 1) * kTile) + 1;
     const int64_t tasks = divide_up(tiles, each);
     together(team, tasks, [&](Member& member) {
         float* sums = (float*)member.scratch(size_t(a.rows * kTile) * sizeof(float));
@@ -448,7 +451,7 @@ void sum_experts(const experts_args& a, const SortedRows& s, Team& team) {
                     const float* from = (const float*)a.made + i * a.made_stride + tile * kTile;
                     float* to = sums + int64_t(s.row[i]) * kTile;
                     for (int v = 0; v < kTileVectors; v++) {
-                        const int n = int(smaller(kLanes, a.hidden - tile * kTile - v * kLanes));
+                        const int n = int(smaller(kLanes, a.outputs - tile * kTile - v * kLanes));
                         if (n <= 0) break;
                         const F32 value = load(from + v * kLanes, n);
                         store(to + v * kLanes, fma(value, broadcast(s.weight[i]), load(to + v * kLanes)));
@@ -471,7 +474,7 @@ void experts(const experts_args& a, Team& team) {
     const auto weigh_nothing = [&] {
         for (int64_t i = 0; a.weigh_inputs && i < pairs; i++) s.weight[i] = 1.0f;
     };
-    if (a.part == 4) {
+    if (a.part == 4 || (!s.chosen && a.part != 1 && a.part != 3)) {
         weigh_nothing();
         sum_experts(a, s, team);
     } else if (s.chosen) {

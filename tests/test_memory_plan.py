@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.adapters import draw_pairs, linear_layers, write_adapter
 from helpers.configs import PUBLIC
 from helpers.configs import config as model_config
 from helpers.paged_model import PagedModel
@@ -232,12 +233,21 @@ def test_the_plan_matches_the_peak_of_a_large_model(
         {"architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, "qk_rope_head_dim": 32}
         | {"kv_lora_rank": 128, "qk_nope_head_dim": 32, "v_head_dim": 32}
         | {"first_k_dense_replace": 3, "num_experts_per_tok": 2},
+        {"adapters": 2},
+        {"adapters": 2, "architectures": ["GPT2LMHeadModel"], "n_embd": 256, "n_layer": 3}
+        | {"n_head": 8, "n_positions": 4096, "n_inner": 1024},
     ],
 )
 def test_the_buffers_of_a_tape_are_planned(
     facts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "num_hidden_layers": 3, **facts}))
+    config = {**SMALL, "num_hidden_layers": 3, **facts}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layers = linear_layers(ModelSpec.from_config(config))
+    adapters = {
+        f"adapter-{i}": write_adapter(tmp_path / str(i), draw_pairs(layers, rank=16))
+        for i in range(config.get("adapters", 0))
+    }
     buffers = pytest.importorskip("kvik.kernels.cpu.buffers")
     pooled: list[int] = []
 
@@ -254,7 +264,12 @@ def test_the_buffers_of_a_tape_are_planned(
         pooled.clear()
         wishes = {"max_num_seqs": 2, "max_model_len": 512, "max_num_batched_tokens": tokens}
         with LLM(
-            str(tmp_path), load_format="random", device="cpu", dtype="bfloat16", **wishes
+            str(tmp_path),
+            load_format="random",
+            device="cpu",
+            dtype="bfloat16",
+            adapters=adapters,
+            **wishes,
         ) as llm:
             return llm.resolved.memory.activations, sum(pooled)
 

@@ -39,6 +39,7 @@ from kvik.errors import START_LOG, ConfigError, ModelError, ParamError
 from kvik.files import check_current_folder
 from kvik.model_files import model_files
 from kvik.models.model_spec import ModelSpec
+from kvik.spec.adapters import Adapter
 from kvik.text.tokenizer import Tokenizer, read_template
 from kvik.worker.ahead import LoadAhead
 
@@ -438,14 +439,20 @@ def resolve_config(config: EngineConfig, *, moves: bool = False) -> ResolvedConf
     config = check_config(config)  # before a model is downloaded
     path = find_model(config.model, revision=config.revision)
     if config.lora is not None:
-        config = replace(config, lora=str(find_adapter(config.lora)))
+        config = replace(config, lora=str(find_adapter("lora", config.lora)))
+    named = (entry.partition("=") for entry in config.adapters)
+    adapters = tuple(
+        Adapter.read(name, find_adapter("adapters", folder)) for name, _, folder in named
+    )
     spec = _read_spec(path, config.fallback)
     gpus = () if config.device == "cpu" else find_gpus()
     requested = requested_speculation(config)
     source = _draft_source(requested, path, spec)
     budgets = asked_budgets(config.kv_budget, spec)
     seed = draw_seed()
-    return resolve(config, spec, detect(gpus), str(path), source, seed, budgets, moves=moves)
+    return resolve(
+        config, spec, detect(gpus), str(path), source, seed, budgets, adapters, moves=moves
+    )
 
 
 def _read_spec(path: Path, fallback: str) -> ModelSpec:

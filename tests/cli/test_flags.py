@@ -56,6 +56,7 @@ SAMPLING: dict[str, tuple[list[str], object]] = {
     "include_stop_str_in_output": ([], True),
     "structured": (['{"regex": "a"}'], Constraint("regex", "a")),
     "speculation": ([], True),
+    "adapter": (["sql"], "sql"),
 }
 
 

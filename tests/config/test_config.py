@@ -32,6 +32,7 @@ BAD: dict[str, list[Any]] = {
     "revision": ["", 3],
     "kv_budget": ["", 3, "a\0b"],
     "lora": ["", 3, "a\0b"],
+    "adapters": [("a",), ("=a",), ("a=",), "a=b", ("a=\0",), ("a=b", "a=c"), 3],
     "chat_template": ["", 3],
     "engine_cache": ["", 3, "a\0b"],
     "batch_size": [0, None, 1 << 20, 2.0],

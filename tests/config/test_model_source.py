@@ -47,11 +47,11 @@ def test_a_folder_is_itself(tmp_path: Path, hub: list[Any]) -> None:
 
 
 def test_an_adapter_is_a_folder_or_a_hub_id(hub: list[Any], tmp_path: Path) -> None:
-    assert find_adapter(str(tmp_path)) == tmp_path and not hub
-    assert find_adapter("owner/adapter") == tmp_path / "cached"
+    assert find_adapter("lora", str(tmp_path)) == tmp_path and not hub
+    assert find_adapter("lora", "owner/adapter") == tmp_path / "cached"
     assert hub[0]["allow_patterns"] == ["adapter_config.json", "adapter_model.safetensors"]
     with pytest.raises(ConfigError, match="lora: there is no folder"):
-        find_adapter(str(tmp_path / "no-adapter"))
+        find_adapter("lora", str(tmp_path / "no-adapter"))
 
 
 def test_a_hub_id_fetches_only_data_files(hub: list[Any], tmp_path: Path) -> None:

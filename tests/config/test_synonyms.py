@@ -57,7 +57,6 @@ def test_options_without_effect_are_reported_once(caplog: pytest.LogCaptureFixtu
     [
         ({"data_parallel_size": 2}, "data_parallel_size"),
         ({"cpu_offload_gb": 10}, "cpu_offload_gb"),
-        ({"enable_lora": True}, "enable_lora"),
         ({"gpu_memory_utilization": 0.5, "memory_utilization": 0.6}, "gpu_memory_utilization"),
         ({"gpu_mem_utilization": 0.5}, "gpu_mem_utilization"),
         ({"quantization": "awq"}, "quantization"),

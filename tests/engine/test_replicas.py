@@ -22,6 +22,7 @@ from kvik.core.routing import ReplicaReport
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, Handover, PageSource, RequestDelta
 from kvik.engine.client import EngineClient
+from kvik.engine.core import salt_of
 from kvik.engine.host import Reporter
 from kvik.engine.remote import EngineState
 from kvik.engine.sources import RestartPolicy, Supervisor
@@ -358,7 +359,8 @@ async def test_an_engine_reports_the_content_of_its_cache():
         assert reporter.look(0.001, idle=False) is None  # too early
         second = reporter.look(1.0, idle=False)
         hashes: list[bytes] = []
-        extend_hashes(hashes, list(range(1, 13)), 4, "", 3)
+        salt = salt_of(served.core.config, engine_request("a", range(1, 13)))
+        extend_hashes(hashes, list(range(1, 13)), 4, salt, 3)
         assert second.changes.stored == hashes
         assert second.served == {"": 12 + 2}  # an output token was computed, which counts twice
 

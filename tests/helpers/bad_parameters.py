@@ -37,4 +37,5 @@ BAD: Mapping[str, list[Any]] = {
     "include_stop_str_in_output": [1],
     "structured": [5, "a", [1], {"rgex": "a"}, {"regex": ""}, {"regex": "a", "json": {}}],
     "speculation": [0, "off"],
+    "adapter": [3, ["a"], "a\0b"],
 }

@@ -206,7 +206,7 @@ class _ForwardWarmUps(WarmUps):
         self._joined = joined
 
     def steps(self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes) -> WarmUp:
-        calls = forwards(network, (8, 1), 1, network.kv.layers[0].k.shape[1], spec.max_context)
+        calls = forwards(network, (8, 1), sizes, network.kv.layers[0].k.shape[1], spec.max_context)
         return WarmUp(calls, self._joined.warming_up)
 
 

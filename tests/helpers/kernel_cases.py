@@ -512,6 +512,16 @@ def _experts() -> list[Case]:
             for name, kind in kinds.items()
             for rows in sizes
         ),
+        *(
+            Case(
+                "experts", f"{name}-adapters", partial(_adapters, ids), _run_adapters, product=True
+            )
+            for name, ids in {
+                "one": [2],
+                "no": [-1, -1, -1],
+                "some": [-1, 3, 0, 0, -1, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 1],
+            }.items()
+        ),
     ]
 
 
@@ -548,6 +558,23 @@ def _run_experts(
     ids, shares = ops.route(logits, router, None, None)
     experts = replace(ops.expert_set(up, down), weigh_inputs=router.weigh_inputs)
     return ops.experts(x, ids, shares, experts, residual)
+
+
+def _adapters(chosen: list[int], m: Maker) -> Arguments:
+    inputs, rank, outputs, rows = 40, 6, 72, len(chosen)
+    ids = torch.tensor(chosen, device=m.device)[:, None]
+    pairs = [random_float(m, *size) for _ in range(4) for size in ((rank, inputs), (outputs, rank))]
+    return m.normal(rows, inputs), ids, m.dtype, m.normal(rows, outputs), *pairs
+
+
+def _run_adapters(
+    ops: Ops, x: Tensor, ids: Tensor, dtype: torch.dtype, y: Tensor, *pairs: Weight
+) -> Tensor:
+    up, down = (
+        [filled_matrix(ops, pair, None, None, dtype) for pair in pairs[first::2]]
+        for first in (0, 1)
+    )
+    return ops.experts(x, ids, None, ops.expert_set(up, down), y)
 
 
 def _rows() -> list[Case]:

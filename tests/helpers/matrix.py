@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from helpers.adapters import draw_pairs, linear_layers, write_adapter
 from helpers.configs import config as model_config
 from helpers.overlapping import steps_in_flight
 from helpers.served_columns import (
@@ -233,11 +234,20 @@ MODELS = (
 
 
 def make_model(name: str, folder: Path) -> dict[str, object]:
-    """Return engine options for a model.
+    """Return engine options for a model; after "adapted ", with adapters for requests.
 
     Args:
         folder: an empty one, for files of the model.
     """
+    if name.startswith("adapted "):
+        made = make_model(name.removeprefix("adapted "), folder)
+        layers = linear_layers(resolve_config(EngineConfig(**made)).model)
+        some = {layer: size for i, (layer, size) in enumerate(layers.items()) if i % 3}
+        adapters = {
+            "small": write_adapter(folder / "small", draw_pairs(some, rank=2)),
+            "large": write_adapter(folder / "large", draw_pairs(layers, rank=7, seed=1)),
+        }
+        return {**made, "adapters": adapters}
     if name == "bundled":
         return {"model": BUNDLED}
     configs = {"latent": LATENT, "capped": CAPPED, "chunked": CHUNKED, "states": STATES}
@@ -285,7 +295,12 @@ def params(siblings: int = 1) -> list[SamplingParams]:
 
 
 def possible(sampling: list[SamplingParams], model: dict[str, object]) -> list[SamplingParams]:
-    """Return the parameters that the model supports; structured texts need a tokenizer."""
+    """Return the parameters that the model supports; structured texts need a tokenizer. Requests
+    have the model's adapters in turn, or none."""
+    adapters = ["", *model.get("adapters", ())]
+    sampling = [
+        one.with_changes(adapter=adapters[i % len(adapters)]) for i, one in enumerate(sampling)
+    ]
     if model["model"] == BUNDLED:
         return sampling
     return [one.with_changes(structured=None) for one in sampling]

@@ -15,10 +15,11 @@ from kvik.kernels.reference.ops import REFERENCE, stored_weight
 from kvik.kernels.weights import Matrix, MatrixSpec, Weight
 from kvik.model_files import model_files
 from kvik.models.model_spec import ModelSpec
-from kvik.nn.builder import Builder, MakeStages, no_stages
+from kvik.nn.builder import Builder
 from kvik.nn.gguf_checkpoint import open_weights
 from kvik.nn.kv_formats import allocate_kv, allocate_states
 from kvik.nn.loader import load_model
+from kvik.nn.lora import AdapterSet
 from kvik.spec.declare import ForwardContext
 from kvik.spec.kv import group_layers, stored_as
 
@@ -42,7 +43,7 @@ class PagedModel:
         num_blocks: int = 256,
         max_model_len: int = 0,
         seed: int = 0,
-        stages: MakeStages = no_stages,
+        adapters: AdapterSet | None = None,
     ) -> None:
         """Load a model from a folder or file, or make random weights for `spec` if it is None."""
         self.spec = spec or model_files(folder).spec()
@@ -60,7 +61,7 @@ class PagedModel:
             checkpoint=open_weights(folder) if folder else None,
             stored_quantization=self.spec.quantization,
             quantization=quantization,
-            stages=stages,
+            adapters=adapters,
         )
         self.model, _ = load_model(self.spec, self.builder, seed=seed)
         self.cache = allocate_kv(self.groups, num_blocks, block_size, dtype, device)

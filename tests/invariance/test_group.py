@@ -95,6 +95,8 @@ CASES += [("capped", "bfloat16", BY_NAME[name]) for name in ("tp2", "tp4", "tp2 
 CASES += [(name, "int4", BY_NAME["tp2"]) for name in ("windowed", "chunked", "latent")]
 CASES += [("windowed", "bfloat16", BY_NAME["tp4, disk tier"])]
 CASES += [("capped", "bfloat16", BY_NAME["pp2, disk tier"])]
+CASES += [("adapted windowed", "bfloat16", BY_NAME["tp2"])]
+CASES += [("adapted capped", "bfloat16", BY_NAME["tp2 pp2, preemption, chunks"])]
 CASES += [(name, "int4", BY_NAME["pp2"]) for name in ("chunked", "latent")]
 CASES += [
     (name, weights, BY_NAME["tp2, whole experts"])

@@ -72,7 +72,7 @@ REPLAYED = ("exact", "fast", "fast, two steps in flight", "fast, preemption, chu
 CASES = [("bundled", column) for column in COLUMNS if column.name not in (*IN_PROCESSES, *REPLAYED)]
 CASES += [
     (name, BY_NAME[column])
-    for name in ("windowed", "capped", "chunked", "latent")
+    for name in ("windowed", "capped", "chunked", "latent", "adapted windowed")
     for column in ("exact", "fast")
 ]
 CASES += [("states", BY_NAME[column]) for column in ("exact", "fast, drafts by ngram")]
@@ -96,7 +96,7 @@ def test_tokens_are_those_of_one(name, column, tmp_path, monkeypatch) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("model", "name"), [*(("bundled", name) for name in REPLAYED), ("windowed", "fast")]
+    ("model", "name"), [*(("bundled", name) for name in REPLAYED), ("adapted windowed", "fast")]
 )
 def test_replayed_steps_of_all_processes(model, name, tmp_path, monkeypatch) -> None:
     alone_of(model)  # is not captured

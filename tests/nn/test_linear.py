@@ -1,8 +1,7 @@
-"""A linear layer: its product, and the stages between it and the activation."""
+"""A linear layer: its product, and how layers share a matrix."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,13 @@ from helpers.kernel_cases import filled_matrix
 from helpers.paged_model import PagedModel
 from helpers.stored_layers import awq_config
 from helpers.stored_models import save_quantised
-from helpers.tiny_models import save_tiny, tiny_model
-from torch import Tensor
+from helpers.tiny_models import save_tiny
 
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.torch_ops import TORCH
-from kvik.kernels.weights import Activation, float_weight
-from kvik.nn.layers import Linear, Stage
-from kvik.spec.declare import ForwardContext
+from kvik.kernels.weights import float_weight
+from kvik.nn.layers import Linear
 
 
 @pytest.mark.parametrize("ops", [REFERENCE, TORCH], ids=["reference", "torch"])
@@ -34,69 +31,6 @@ def test_product_activation_and_residual(ops: Ops) -> None:
     layer = Linear(ops, matrix)
     torch.testing.assert_close(layer(x), F.silu(gate) * up)
     torch.testing.assert_close(layer(x, residual=residual), F.silu(gate) * up + residual)
-
-
-@pytest.mark.parametrize("ops", [REFERENCE, TORCH], ids=["reference", "torch"])
-@pytest.mark.parametrize("activation", [None, "gelu_tanh", "silu_and_mul"])
-def test_a_sum_over_ranks_stands_before_activation_and_residual(
-    ops: Ops, activation: Activation | None
-) -> None:
-    """Each of two ranks has half of the inputs; the first one has the bias."""
-    generator = torch.Generator().manual_seed(0)
-    weight, bias, x = (torch.randn(s, generator=generator) for s in ((8, 6), (8,), (5, 6)))
-    outputs = 4 if activation == "silu_and_mul" else 8
-    residual = torch.randn(5, outputs, generator=generator)
-    first, second = (
-        filled_matrix(ops, float_weight(part.contiguous()), own, None, torch.float32)
-        for part, own in ((weight[:, :3], bias), (weight[:, 3:], None))
-    )
-    other = Linear(ops, second)(x[:, 3:])
-    layer = Linear(ops, first, [lambda x, y, ctx: y + other], activation)
-    whole = Linear(ops, filled_matrix(ops, float_weight(weight), bias, activation, torch.float32))
-    torch.testing.assert_close(
-        layer(x[:, :3], residual=residual.clone()), whole(x, residual=residual.clone())
-    )
-
-
-class LowRank:
-    """Adapters for all matrices of blocks: y + x A B, separate for the parts of fused layers."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, Tensor] = {}  # layer -> [outputs, inputs], added to the weights
-
-    def __call__(self, names: Sequence[str], inputs: int, outputs: Sequence[int]) -> list[Stage]:
-        parts = []
-        for name, width in zip(names, outputs, strict=True):
-            generator = torch.Generator().manual_seed(len(self.found))
-            a = torch.randn(inputs, 2, generator=generator) * 0.2
-            b = torch.randn(2, width, generator=generator) * 0.2
-            self.found[name] = (a @ b).t()
-            parts.append((a, b))
-
-        def add(x: Tensor, y: Tensor, ctx: ForwardContext | None) -> Tensor:
-            assert len(ctx.positions) == len(x)
-            return y + torch.cat([x @ a @ b for a, b in parts], 1)
-
-        return [add]
-
-
-@pytest.mark.parametrize("family", ["Llama", "Qwen3", "GPT2", "Olmo2"])
-def test_adapters_reach_every_matrix_of_a_block(tmp_path: Path, family: str) -> None:
-    """A model with adapters equals the model with adapters merged into its weights."""
-    reference = tiny_model(family)
-    reference.save_pretrained(tmp_path / "plain")
-    adapters, ids = LowRank(), list(range(1, 12))
-    adapted = PagedModel(tmp_path / "plain", stages=adapters).logits(ids)
-    with torch.no_grad():
-        weights = dict(reference.named_parameters())
-        for name, delta in adapters.found.items():
-            weights[f"{name}.weight"] += delta.t() if family == "GPT2" else delta
-    reference.save_pretrained(tmp_path / "merged")
-    plain = PagedModel(tmp_path / "plain").logits(ids)
-    merged = PagedModel(tmp_path / "merged").logits(ids)
-    assert len(adapters.found) >= 4 * reference.config.num_hidden_layers
-    torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(plain, merged, atol=1e-2)
 
 
 # Queries, keys and values: one matrix if their weights are stored alike, else several.

@@ -225,8 +225,9 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         "lora: must hold adapter_m",
     ),
     "not LoRA": (with_config(peft_type="IA3"), "peft_type: must be 'LORA', not 'IA3'"),
-    "DoRA": (with_config(use_dora=True), "use_dora: cannot be merged: must be left out, not True"),
-    "PiSSA": (with_config(init_lora_weights="pissa"), "init_lora_weights: cannot be merged"),
+    "DoRA": (with_config(use_dora=True), "use_dora: is not supported: must be left out, not True"),
+    "PiSSA": (with_config(init_lora_weights="pissa"), "init_lora_weights: is not supported"),
+    "transposed": (with_config(fan_in_fan_out=True), "fan_in_fan_out: cannot be merged"),
     "alpha": (with_config(lora_alpha="x"), "lora_alpha: must be a number"),
     "pattern": (with_config(alpha_pattern={"(": 1}), r"alpha_pattern \(: is not a regular expr"),
     "unknown module": (

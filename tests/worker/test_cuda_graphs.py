@@ -55,7 +55,7 @@ COLUMNS = [
 
 @pytest.mark.full
 @needs_native
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "adapted bundled"])
 @pytest.mark.parametrize("column", COLUMNS, ids=lambda column: column.name)
 def test_logprobs_are_the_same_to_the_bit(name, column, tmp_path) -> None:
     model, sampling = make_model(name, tmp_path), params_with_logprobs(column.siblings)

@@ -19,6 +19,7 @@ from torch import Tensor
 from kvik import LLM, SamplingParams
 from kvik.spec.kv import KVCacheSpec, group_layers
 from kvik.spec.visible_keys import Budget
+from kvik.worker.step_inputs import StepSizes
 from kvik.worker.warm_up import WarmUp, forwards
 
 CONFIG = {
@@ -76,7 +77,7 @@ class Network:
 
 def test_a_step_for_each_length_fresh_and_behind_others() -> None:
     network = Network()
-    warm_up = WarmUp(forwards(network, (30, 8), SAMPLES, 4, 30, (5,)))
+    warm_up = WarmUp(forwards(network, (30, 8), StepSizes(30, 4, SAMPLES), 4, 30, (5,)))
     assert [warm_up.idle_step() for _ in range(7)] == [True] * 5 + [False] * 2
     fresh_and_behind = [(8, 8, False), (8, 30, False), (5, 5, True), (5, 30, True)]
     assert network.steps == [(30, 30, False), *fresh_and_behind]

@@ -38,6 +38,8 @@ class StepLayout:
         first_keys: [num_seqs] int32, the first key of each sequence that its queries see; None: 0,
             or as the window says.
         firsts: first_keys on the host; (): None.
+        adapters: [tokens] int64, number of each token's adapter, or `NO_ADAPTER`; None: no token
+            has one.
     """
 
     query_start_loc: Tensor
@@ -54,6 +56,7 @@ class StepLayout:
     state_drafts: Tensor | None = None
     first_keys: Tensor | None = None
     firsts: tuple[int, ...] = ()
+    adapters: Tensor | None = None
 
     def first_key(self, sequence: int) -> int:
         """Return the first key that the queries of a sequence see, apart from windows."""

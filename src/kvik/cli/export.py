@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_new(arguments, path.is_file())
     if arguments.type not in TYPES:
         raise ConfigError("type", f"must be one of {', '.join(TYPES)}, not {arguments.type[:60]!r}")
-    adapter = None if arguments.lora is None else find_adapter(arguments.lora)
+    adapter = None if arguments.lora is None else find_adapter("lora", arguments.lora)
     export = plan_export(find_model(arguments.model), TYPES[arguments.type], adapter)
     with byte_bar("writing") as advance:
         export.write(path, lambda size: advance(size, export.size))

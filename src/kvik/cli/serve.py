@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 ENGINE_FLAGS = (
     "revision",
     "lora",
+    "adapters",
     "chat_template",
     "dtype",
     "quantization",

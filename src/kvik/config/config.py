@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from kvik.core.config import POLICIES, CacheConfig, SchedulerConfig
 from kvik.errors import ConfigError, shown
 from kvik.models.model_spec import ModelSpec
 from kvik.options import (
+    TAKES_SEVERAL,
     Flag,
     Integer,
     Integers,
@@ -29,10 +31,12 @@ from kvik.options import (
     Number,
     OneOf,
     Text,
+    TextList,
     bad_value,
     normalised,
     option,
 )
+from kvik.spec.adapters import MAX_ADAPTERS, Adapter
 from kvik.spec.fields import MAX_LAYERS
 from kvik.spec.kv import AUTO, KV_FORMATS, SYNONYMS
 from kvik.spec.rope import MAX_POSITIONS
@@ -121,6 +125,23 @@ def _bad(problem: str) -> ValueError:
     return ValueError(f"must be such as {EXAMPLE}: {problem}")
 
 
+@dataclass(frozen=True)
+class NamedFolders(Kind):
+    """Folders, each after a name; also given as a mapping."""
+
+    metavar = "NAME=DIR"
+    repeats = True
+
+    def checked(self, value: object) -> tuple[object, ...]:
+        if isinstance(value, Mapping):
+            value = tuple(f"{name}={os.fspath(folder)}" for name, folder in value.items())
+        entries = TextList(Text(self.metavar, r"[^\0=]{1,256}=[^\0]+")).checked(value)
+        names = {str(entry).partition("=")[0] for entry in entries}
+        if len(names) < len(entries) or len(names) > MAX_ADAPTERS:
+            raise ValueError(f"must be at most {MAX_ADAPTERS} folders with different names")
+        return entries
+
+
 ROLES = ("both", "prefill", "decode")
 LISTEN = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?"
 
@@ -144,6 +165,12 @@ class EngineConfig:
         Text("a folder or a hub id", r"[^\0]+", "DIR"),
         "folder or hub id of a LoRA adapter, as PEFT writes it; it is merged into the weights at "
         "load",
+    )
+    adapters: tuple[str, ...] = option(
+        (),
+        NamedFolders(),
+        "LoRA adapters from which each request chooses, by the name that it gives as its model",
+        {TAKES_SEVERAL: True},
     )
     chat_template: str | None = option(
         None,
@@ -435,7 +462,8 @@ class RunnerConfig:
         torch_prompts: length from which torch's attention, not Triton's, computes fresh prompts;
             None: never.
         seed: seed of random weights.
-        lora: folder of an adapter; None: there is none.
+        lora: folder of an adapter that is merged; None: there is none.
+        adapters: from which requests choose.
         adapt_threads: whether the native kernels use fewer threads while other processes keep the
             cores busy.
         cpu_quota: CPU time in cores to spread evenly over the steps; None: no quota.
@@ -466,6 +494,7 @@ class RunnerConfig:
     quantization: str = "none"
     seed: int = 0
     lora: str | None = None
+    adapters: tuple[Adapter, ...] = ()
     graph_sizes: tuple[GraphSize, ...] = ()
     draft_graph_sizes: tuple[GraphSize, ...] = ()
     graph_memory: int = 0

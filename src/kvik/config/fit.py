@@ -3,7 +3,7 @@ the KV cache; and the error if nothing fits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvik.config.compute import LANES, MAX_HEAD_DIM, TRANSFORMERS, Compute, check_draft
@@ -15,6 +15,7 @@ from kvik.config.memory import (
     THREAD_BYTES,
     TRANSFORMERS_BYTES,
     TRITON_BACKENDS,
+    AdaptersFootprint,
     Footprint,
     HeadsFootprint,
     Limit,
@@ -32,6 +33,7 @@ from kvik.config.speculative import (
 from kvik.config.units import GIB, show_bytes
 from kvik.errors import CapacityError, ConfigError
 from kvik.models.model_spec import ModelSpec
+from kvik.spec.adapters import Adapter
 from kvik.spec.kv import AUTO, KVGroup
 
 MAX_NUM_SEQS = 256
@@ -502,6 +504,17 @@ def with_drafter(
         counted=None,
     )
     return replace(footprint, draft=draft)
+
+
+def with_adapters(footprint: Footprint, adapters: Sequence[Adapter], notes: Notes) -> Footprint:
+    """Return the engine's memory with the adapters from which requests choose."""
+    if not adapters:
+        return footprint
+    ranks = [adapter.ranks() for adapter in adapters]
+    sizes = AdaptersFootprint.of(footprint.spec, ranks, footprint.dtype)
+    shown = show_bytes(sizes.weights)
+    notes.add("adapters", len(adapters), f"{shown}: requests choose one as their model")
+    return replace(footprint, adapters=sizes)
 
 
 def _shared_group(groups: tuple[KVGroup, ...]) -> int:

@@ -13,7 +13,7 @@ holds no tokens; `tests/test_memory_plan.py` measures both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -140,6 +140,46 @@ class HeadsFootprint:
         return rows * hidden * item + guesses * widths * item + logits * spec.vocab_size
 
 
+@dataclass(frozen=True, slots=True)
+class AdaptersFootprint:
+    """Sizes of the adapters from which requests choose.
+
+    Attributes:
+        weights: bytes of all of them, in each process.
+        outputs: width of the widest layer that one changes. Its outputs exist before and after the
+            change, and the activation is not fused.
+        rank: the largest rank of a matrix.
+    """
+
+    weights: int = 0
+    outputs: int = 0
+    rank: int = 0
+
+    @staticmethod
+    def of(spec: ModelSpec, ranks: Sequence[Mapping[str, int]], dtype: str) -> AdaptersFootprint:
+        """Return the sizes of adapters of a model.
+
+        Args:
+            ranks: of the layers that each adapts, by their names.
+        """
+        weights = outputs = largest_rank = 0
+        for linear in spec.declaration.linears:
+            if not linear.adaptable:
+                continue
+            rank = sum(max(of.get(name, 0) for of in ranks) for name in linear.names)
+            if rank:
+                width = sum(linear.outputs)
+                # Kernels pad both sides of a matrix.
+                padded = -(-rank // TILE) * TILE
+                weights += len(ranks) * padded * (linear.inputs + width) * DTYPE_BYTES[dtype]
+                outputs, largest_rank = max(outputs, width), max(largest_rank, rank)
+        return AdaptersFootprint(weights, outputs, largest_rank)
+
+    def step(self, tokens: int, item: int) -> int:
+        """Bytes of a step in addition to those of the model without adapters."""
+        return tokens * ((2 * self.outputs + self.rank) * item + EXPERT_ROW_BYTES)
+
+
 # Interpreter, torch, kvik and the pages of libraries that loading and a step touch: 250 to 275 MiB
 # with Python 3.11 and torch 2.13, and a tenth more for other versions. On a GPU the CUDA context
 # and the workspaces of cuBLAS.
@@ -214,6 +254,7 @@ class Footprint:
     mapped: int | None = None  # bytes of the mapped weights of an engine folder
     draft: Footprint | None = None  # of its draft model
     heads: HeadsFootprint | None = None  # of its draft heads
+    adapters: AdaptersFootprint | None = None  # from which requests choose
     graph_memory: int | None = None  # see `EngineConfig`
     checkpoints: bool = True  # whether states are kept for prefix cache hits
     ranks: int = 1  # processes that compute layers together
@@ -233,12 +274,14 @@ class Footprint:
 
     @cached_property
     def weights(self) -> int:
-        drafting = self.draft.weights if self.draft else 0
-        drafting += self.heads.weights if self.heads else 0
+        added = self.draft.weights if self.draft else 0
+        added += self.heads.weights if self.heads else 0
+        if self.adapters is not None:
+            added += self.adapters.weights * (1 if self._one_of_several else self.ranks)
         if self.stage_bytes:
-            return max(self.stage_bytes) + drafting
+            return max(self.stage_bytes) + added
         if self.mapped is not None:
-            return self.mapped + drafting
+            return self.mapped + added
         num_bytes = self.counted
         if num_bytes is None:
             num_bytes = self.spec.weight_bytes(self.dtype, self.quantization, self.kernels)
@@ -246,7 +289,7 @@ class Footprint:
             num_bytes = self.repeated + -(
                 -(num_bytes - self.repeated) * self._largest_share // 1000
             )
-        return num_bytes + drafting
+        return num_bytes + added
 
     @property
     def _one_of_several(self) -> bool:
@@ -353,6 +396,8 @@ class Footprint:
         """Peak of one step."""
         peak = self._tape(size) if self._taped else self._eager(size)
         peak += self._choosing(size)
+        if self.adapters is not None:
+            peak += self.adapters.step(size.max_num_batched_tokens, self._item)
         peak *= self._processes  # counts shared memory once per process
         peak += size.max_num_batched_tokens * self.output_bytes
         drafting = self._drafting(size, self.draft) if self.draft else 0

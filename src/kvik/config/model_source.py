@@ -88,8 +88,8 @@ def _in_folder(folder: Path) -> Path:
     return files[0] if files else folder
 
 
-def find_adapter(adapter: str) -> Path:
-    """Return the folder of a LoRA adapter; a hub id is downloaded first.
+def find_adapter(option: str, adapter: str) -> Path:
+    """Return the folder of a LoRA adapter that an option names; a hub id is downloaded first.
 
     Raises:
         ConfigError: there is no such folder, or the hub does not provide it.
@@ -100,7 +100,7 @@ def find_adapter(adapter: str) -> Path:
     try:
         return _download(adapter, ADAPTER_FILES)
     except ModelError as error:
-        raise ConfigError("lora", error.message) from None
+        raise ConfigError(option, error.message) from None
 
 
 def find_config(model: str) -> Path:

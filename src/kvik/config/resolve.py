@@ -23,7 +23,14 @@ from kvik.config.config import (
     requested_speculation,
 )
 from kvik.config.draft_heads import EAGLE
-from kvik.config.fit import Fit, choose_speculation, draft_tokens, footprint_of, with_drafter
+from kvik.config.fit import (
+    Fit,
+    choose_speculation,
+    draft_tokens,
+    footprint_of,
+    with_adapters,
+    with_drafter,
+)
 from kvik.config.hardware import Hardware
 from kvik.config.kv_budget import KVBudgets, check_model
 from kvik.config.memory import Limit
@@ -46,6 +53,7 @@ from kvik.config.units import show_bytes
 from kvik.core.config import CacheConfig, SchedulerConfig, TierSizes
 from kvik.errors import CapacityError, ConfigError
 from kvik.models.model_spec import ModelSpec
+from kvik.spec.adapters import Adapter
 from kvik.spec.kv import AUTO, PAGE_HEAD_BYTES, KVGroup
 from kvik.spec.visible_keys import Budget, Window
 from kvik.spec.weights import SCHEMES
@@ -62,6 +70,7 @@ def resolve(
     source: DraftSource = NO_SOURCE,
     drawn_seed: int | None = None,
     budgets: KVBudgets | None = None,
+    adapters: tuple[Adapter, ...] = (),
     *,
     moves: bool = False,
 ) -> ResolvedConfig:
@@ -71,6 +80,7 @@ def resolve(
         source: where drafts come from.
         drawn_seed: random seed for options without one; None: no engine is started.
         budgets: contents of the options' `kv_budget` file.
+        adapters: those of the options.
         moves: see `resolve_config`.
 
     Raises:
@@ -113,6 +123,7 @@ def resolve(
         output_bytes=output_bytes,
     )
     footprint = with_drafter(footprint, requested, source)
+    footprint = with_adapters(footprint, adapters, notes)
     rest = less_memory_tier(limit, tiers, compute, hardware, replicas)
     footprint, size, num_blocks = Fit(config, footprint, rest).decide(notes)
     speculation = choose_speculation(requested, size, footprint.groups, source, notes)
@@ -175,6 +186,7 @@ def resolve(
             quantization=config.quantization,
             seed=config.seed or 0,
             lora=config.lora,
+            adapters=adapters,
             graph_sizes=footprint.graph_sizes(size),
             draft_graph_sizes=footprint.draft_graph_sizes(size),
             graph_memory=footprint.graphs(size),
@@ -206,8 +218,8 @@ def _with_options(
         config = _of_fallback(config, spec, notes)
     elif config.fallback != "none":
         notes.add("fallback", "not needed", f"kvik runs {spec.architecture} itself")
+    _check_adapted(config, spec)
     if config.lora is not None:
-        _check_adapted(config, spec)
         notes.add("lora", Path(config.lora).name, "merged into the weights when they are loaded")
     return config, as_budgeted(as_streamed(config, spec, notes), budgets, notes)
 
@@ -307,18 +319,20 @@ FALLBACK_ALONE: Mapping[str, object] = {
     "engine_cache": None,
     "kv_tiers": None,
     "lora": None,
+    "adapters": (),
 }
 
 
 def _check_adapted(config: EngineConfig, spec: ModelSpec) -> None:
-    """Raise ConfigError if no adapter can be merged into the weights."""
-    reason = None
+    """Raise ConfigError if the weights do not allow the adapters."""
     if spec.built is not None:
-        reason = "an engine folder has its weights in their final form: build it with the adapter"
-    elif config.load_format != "safetensors":
-        reason = f"the weights are {config.load_format}"
-    if reason is not None:
-        raise ConfigError("lora", f"must be left out: {reason}")
+        reason = "an engine folder has its weights in their final form"
+        if config.lora is not None:
+            raise ConfigError("lora", f"must be left out: {reason}: build it with the adapter")
+        if config.adapters:
+            raise ConfigError("adapters", f"must be left out: {reason}: name the model's files")
+    if config.lora is not None and config.load_format != "safetensors":
+        raise ConfigError("lora", f"must be left out: the weights are {config.load_format}")
 
 
 def _of_fallback(config: EngineConfig, spec: ModelSpec, notes: Notes) -> EngineConfig:

@@ -66,9 +66,12 @@ SYNONYMS: Mapping[str, Synonym] = {
     "disable_log_stats": Synonym(meaningless=ANY, why="none are logged", kind=SWITCH),
     "disable_log_requests": Synonym(meaningless=ANY, why="none are logged", kind=SWITCH),
     "disable_custom_all_reduce": Synonym(meaningless=ANY, why=_RANKS, kind=SWITCH),
-    "enable_lora": Synonym(
-        meaningless=(False,), why="--lora names one adapter for all requests", kind=SWITCH
-    ),
+    "lora_modules": Synonym("adapters"),
+    "lora_paths": Synonym("adapters"),
+    "enable_lora": Synonym(meaningless=ANY, why="--adapters enables them", kind=SWITCH),
+    "max_lora_rank": Synonym(meaningless=ANY, why="their files say it", kind=COUNT),
+    "max_loras": Synonym(meaningless=ANY, why="a step may use all adapters", kind=COUNT),
+    "max_cpu_loras": Synonym(meaningless=ANY, why="all adapters stay loaded", kind=COUNT),
     "task": Synonym(meaningless=ANY, why="every model generates and embeds", kind=WORD),
     "runner": Synonym(meaningless=ANY, why="every model generates and embeds", kind=WORD),
     "max_seq_len_to_capture": Synonym(meaningless=ANY, why="it is planned", kind=COUNT),

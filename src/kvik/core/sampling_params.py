@@ -22,6 +22,7 @@ from kvik.options import (
     Number,
     Option,
     Synonym,
+    Text,
     bad_value,
     normalised,
     option,
@@ -401,6 +402,11 @@ class SamplingParams(metaclass=_OtherNames):
     )
     speculation: bool = _parameter(
         True, Flag(), "use speculative decoding for this request, if the engine has it"
+    )
+    adapter: str = _parameter(
+        "",
+        Text("the name of an adapter"),
+        "adapter that changes the model for this request, one of the engine's `adapters`",
     )
 
     def __post_init__(self) -> None:

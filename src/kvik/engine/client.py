@@ -19,7 +19,7 @@ from kvik.config.config import ResolvedConfig
 from kvik.core.block_pool import extend_hashes
 from kvik.core.routing import ReplicaReport, ReplicaRouter
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
-from kvik.engine.core import check_request
+from kvik.engine.core import check_request, salt_of
 from kvik.engine.live import LiveView, ReplicaView, merge_views
 from kvik.engine.remote import EngineLink, EngineSource, EngineState, SentRequest
 from kvik.engine.stats import EngineStats, sum_stats
@@ -349,7 +349,7 @@ class EngineClient:
         hashes: list[bytes] = []
         if cache.enable_prefix_caching and self._several:
             blocks = min(len(tokens) // self._block_size, MAX_HASHED)
-            salt = cache.salt + request.cache_salt
+            salt = salt_of(self.config, request)
             extend_hashes(hashes, tokens, self._block_size, salt, blocks)
         return hashes
 

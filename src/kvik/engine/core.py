@@ -24,7 +24,9 @@ from kvik.core.types import (
     derive_seed,
 )
 from kvik.engine.stats import EngineStats, MoveStats, SpeculationStats, SpeedStats, TierStats
-from kvik.errors import CapacityError, Overflow, ParamError
+from kvik.errors import CapacityError, Overflow, ParamError, shown
+
+MAX_LISTED = 8  # names repeated in an error
 
 
 def check_request(config: ResolvedConfig, request: EngineRequest) -> None:
@@ -40,6 +42,7 @@ def check_request(config: ResolvedConfig, request: EngineRequest) -> None:
     if not prompt:
         raise ParamError("prompt", "must have at least one token")
     _check_pooling(config, request)
+    salt_of(config, request)
     samples = request.pooling is None and params.max_tokens != 0
     if len(prompt) + samples > limit:
         problem = ", which leaves no room for output in" if samples else ", which do not fit into"
@@ -65,6 +68,23 @@ def check_request(config: ResolvedConfig, request: EngineRequest) -> None:
     if params.n > limit_n:
         raise CapacityError("n", f"must be at most max_queued_requests ({limit_n}), not {params.n}")
     _check_blocks(config, max_length(config, request), "max_tokens" if samples else "prompt")
+
+
+def salt_of(config: ResolvedConfig, request: EngineRequest) -> str:
+    """Return what keys and values of a request depend on in addition to tokens, and its own salt.
+
+    Raises:
+        ParamError: the engine does not have its adapter.
+    """
+    name, digest = request.params.adapter, ""
+    if name:
+        digests = {adapter.name: adapter.digest for adapter in config.runner.adapters}
+        if name not in digests:
+            known = ", ".join(map(shown, list(digests)[:MAX_LISTED])) or "none"
+            text = f"must be one of the engine's ({known}), not {shown(name)}"
+            raise ParamError("adapter", text)
+        digest = digests[name]
+    return f"{config.cache.salt}{digest}\0{request.cache_salt}"
 
 
 def max_length(config: ResolvedConfig, request: EngineRequest) -> int:
@@ -170,6 +190,7 @@ class EngineCore:
         guesses = self.config.speculation is not None and params.speculation
         guesses = guesses and request.pooling is None
         eos = () if params.ignore_eos else self.config.model.eos_token_ids
+        salt = salt_of(self.config, request)
         siblings: list[Request] = []
         for index in indexes:
             resumed = resumed_by_index.get(index)
@@ -190,7 +211,7 @@ class EngineCore:
                     seed=derive_seed(seed, index) if resumed is None else resumed.seed,
                     arrival=now,
                     priority=request.priority,
-                    cache_salt=self.config.cache.salt + request.cache_salt,
+                    cache_salt=salt,
                     deadline=request.deadline,
                     pooling=request.pooling,
                     second_text=request.second_text,

@@ -228,12 +228,17 @@ class DividedExperts:
         return ExpertSet(tuple(up), tuple(down), local)
 
     def experts(
-        self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertSet, residual: Tensor | None
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor | None,
+        experts: ExpertSet,
+        residual: Tensor | None,
     ) -> Tensor:
         """See `Ops.experts`."""
         if not self._fast or part_of(experts.down[0]).inputs is None:
             return self._one_by_one(x, ids, weights, experts, residual)
-        made = torch.zeros_like(x)
+        made = x.new_zeros(len(x), experts.outputs)
         if isinstance(experts.data, ExpertSet):
             for matrix in (*experts.up, *experts.down):
                 part_of(matrix).ready(matrix)

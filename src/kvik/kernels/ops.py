@@ -185,10 +185,11 @@ class Ops:
     route(logits [tokens, experts] fp32, router, correction, scales [experts] fp32 or None) -> (ids
         [tokens, active] int64, weights [tokens, active] fp32), the best first; see `Router`
     expert_set(up, down) -> ExpertSet, of matrices as `matrix` makes them
-    experts(x [tokens, hidden], ids, weights, experts, residual [tokens, hidden] or None) ->
-        [tokens, hidden], residual + the sum over a token's experts of weight * down(up(x)), in fp32
-        and by ascending id; if `ExpertSet.weigh_inputs`, of down(up(weight * x)), with weight * x
-        in the dtype of x. ids and weights as returned by `route`
+    experts(x [tokens, inputs], ids, weights or None, experts, residual [tokens, outputs] or None)
+        -> [tokens, outputs], residual + the sum over a token's experts of weight * down(up(x)), in
+        fp32 and by ascending id; if `ExpertSet.weigh_inputs`, of down(up(weight * x)), with weight
+        * x in the dtype of x. ids and weights as returned by `route`; an id below 0 is no expert;
+        weights None: all 1
     linear_each(x [tokens, heads, inputs], matrix, outputs) -> [tokens, heads, outputs], dense, in
         the dtype of x: head h times rows h R .. h R + outputs of the matrix, which has heads * R
         rows of floats and no bias. R is a multiple of 32
@@ -248,7 +249,7 @@ class Ops:
     linear: Callable[[Tensor, Matrix, Tensor | None], Tensor]
     route: Callable[[Tensor, Router, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
     expert_set: Callable[[Sequence[Matrix], Sequence[Matrix]], ExpertSet]
-    experts: Callable[[Tensor, Tensor, Tensor, ExpertSet, Tensor | None], Tensor]
+    experts: Callable[[Tensor, Tensor, Tensor | None, ExpertSet, Tensor | None], Tensor]
     linear_each: Callable[[Tensor, Matrix, int], Tensor]
     matrix_rows: Callable[[Matrix, Tensor, torch.dtype], Tensor]
     gather_rows: Callable[[Tensor, Tensor], Tensor]

@@ -339,3 +339,8 @@ class ExpertSet:
     down: tuple[Matrix, ...]
     data: object = None
     weigh_inputs: bool = False
+
+    @property
+    def outputs(self) -> int:
+        """Width of an expert's result."""
+        return self.down[0].spec.outputs

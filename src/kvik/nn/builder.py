@@ -43,8 +43,8 @@ from kvik.nn.layers import (
     RMSNorm,
     ScaledQueries,
     ScaledSum,
-    Stage,
 )
+from kvik.nn.lora import AdapterSet
 from kvik.nn.parts import (
     FreshStorage,
     HeadRows,
@@ -136,14 +136,6 @@ class Declarations:
     heads: dict[str, Between] = field(default_factory=dict)
 
 
-# (names of a matrix's layers, its inputs, outputs of each layer) -> stages after the product.
-MakeStages = Callable[[Sequence[str], int, Sequence[int]], Sequence[Stage]]
-
-
-def no_stages(names: Sequence[str], inputs: int, outputs: Sequence[int]) -> Sequence[Stage]:
-    return ()
-
-
 class Builder(LayerBuilder):
     """Builds layers within a scope of the checkpoint's names; `at` narrows the scope."""
 
@@ -160,7 +152,7 @@ class Builder(LayerBuilder):
         stored_quantization: StoredQuantization | None = None,
         quantization: str = "none",
         storage: Storage | None = None,
-        stages: MakeStages = no_stages,
+        adapters: AdapterSet | None = None,
         stage: PipelineStage | None = None,
     ) -> None:
         """
@@ -171,7 +163,7 @@ class Builder(LayerBuilder):
             stored_quantization: how the checkpoint stores linear layers; None: as floats.
             quantization: applied to linear layers while loading, as in `EngineConfig`.
             storage: allocates the weights; None: new memory.
-            stages: makes the stages after each matrix product except the head's.
+            adapters: from which requests choose; None: there are none.
             stage: the part of the model to build; None: all of it.
         """
         super().__init__(Declaration())  # for layers of other stages
@@ -184,7 +176,7 @@ class Builder(LayerBuilder):
         self.stored_quantization = stored_quantization
         self.quantization = quantization
         self.storage = storage or FreshStorage(ops)
-        self.stages = stages
+        self.adapters = adapters
         self._stage = stage
         self.declared = Declarations(device)
         self._groups = groups
@@ -265,7 +257,7 @@ class Builder(LayerBuilder):
         if between is not None:
             assert between.count * between.width == inputs
             between = replace(between, read=True)
-        elif parts and self.stages is no_stages:
+        elif parts and self.adapters is None:
             heads = sum(outputs) // sum(parts)
             projections = tuple((True, width) for width in parts)
             between = Between(heads, sum(parts), heads, projections)
@@ -307,7 +299,7 @@ class Builder(LayerBuilder):
             full_rows: the next operation reads whole rows, not single heads.
         """
         between = None
-        if not full_rows and len(heads) > 1 and self.stages is no_stages:
+        if not full_rows and len(heads) > 1 and self.adapters is None:
             between = Between(heads[0], head_dim, heads[1])
             self.declared.heads[self._scope] = between
         head_counts: list[tuple[int, ...]] = [(count,) for count in heads]  # of each layer
@@ -400,8 +392,8 @@ class Builder(LayerBuilder):
 
     def _channels(self, inner: int, down: str) -> Between | None:
         """Return the channels between an MLP's matrices, to be divided only between groups of
-        inputs of `down`; None: there are stages in between."""
-        if self.stages is not no_stages:
+        inputs of `down`; None: there are adapters in between."""
+        if self.adapters is not None:
             return None
         kind = matrix_kind(self.quantization, inner, [self._scheme(down)], head=False)
         return Between(inner, math.lcm(TILE, kind.group if kind and kind.group else 1))
@@ -774,7 +766,7 @@ class Builder(LayerBuilder):
         self.ignore(*KV_SCALES)
         position, group = self._position_of[layer], self._group_of[layer]
         up = self._latent_up(names, heads, latent)
-        local_heads = self.stages is no_stages
+        local_heads = self.adapters is None
         if local_heads:
             self.declared.heads[self._scope] = Between(heads, latent.value, heads)
         spec = AttentionSpec(scale, local_heads=local_heads)
@@ -901,13 +893,15 @@ class Builder(LayerBuilder):
         quantised = None if exact else matrix_kind(self.quantization, inputs, stored, head=head)
         kind = quantised or float_kind(self.dtype)
         quantizer = Quantizer(kind, self._joined(names))
-        stages = () if head or exact else self.stages(layers, inputs, [s.outputs for s in shapes])
+        adapters = None
+        if self.adapters is not None and not head and not exact and expert is None:
+            adapters = self.adapters.of(layers, shapes, places)
         spec = MatrixSpec(
             kind,
             rows,
             inputs,
             bias,
-            None if stages else activation,
+            activation if adapters is None else None,
             torch.float32 if head or wide else self.dtype,
             self.device,
             expert=expert,
@@ -915,7 +909,7 @@ class Builder(LayerBuilder):
             replicable=replicable or exact,
         )
         matrix = self.storage.matrix(quantizer.layer, spec)
-        linear = Linear(self.ops, matrix, stages, activation if stages else None)
+        linear = Linear(self.ops, matrix, adapters, None if adapters is None else activation)
         if self.storage.names:
             return linear
         target, first = Rows(self.ops, matrix, quantizer, places), 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -336,32 +335,33 @@ class LearnedScale:
         return x if self.factor == 1.0 else self.ops.scaled(x, self.factor)
 
 
-class Stage(Protocol):
-    """An operation between a matrix product and its activation: an adapter that adds to some rows,
-    or a sum over ranks that each hold a part of the inputs."""
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """The low-rank matrices of a layer from which each request chooses a pair, or none (Hu et al.
+    2021; Chen et al. 2023, "Punica", arXiv 2310.18547)."""
+
+    ops: Ops
+    pairs: ExpertSet  # A and B of each adapter, the same ranks for all
 
     def __call__(self, x: Tensor, y: Tensor, ctx: ForwardContext | None) -> Tensor:
-        """x [tokens, inputs], y = x W^T + b [tokens, rows of W] -> the new y.
-
-        Args:
-            y: with the bias; where ranks are summed, only one rank adds it.
-            ctx: None outside of a forward pass, as in draft heads.
-        """
-        ...
+        """x [tokens, inputs], y = x W^T + b [tokens, rows of W] -> y + B A x, with A and B of each
+        token's adapter."""
+        chosen = None if ctx is None else ctx.metadata[0].layout.adapters
+        return y if chosen is None else self.ops.experts(x, chosen[:, None], None, self.pairs, y)
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
     """y = activation(x W^T + b) + residual.
 
-    Without stages this is one operation. With stages the order is product, stages, activation,
-    residual, and the matrix itself has no activation.
+    Without adapters this is one operation. With adapters their products are added before the
+    activation, and the matrix itself has none.
     """
 
     ops: Ops
     matrix: Matrix
-    stages: Sequence[Stage] = ()
-    activation: Activation | None = None  # applied after the stages; None: none, or the matrix's
+    adapters: Adapters | None = None
+    activation: Activation | None = None  # applied after the adapters; None: none, or the matrix's
 
     def __call__(
         self, x: Tensor, ctx: ForwardContext | None = None, residual: Tensor | None = None
@@ -369,13 +369,11 @@ class Linear:
         """x [tokens, inputs], residual [tokens, outputs] -> [tokens, outputs].
 
         Args:
-            ctx: passed to the stages; None outside of a forward pass.
+            ctx: says which adapters are used; None outside of a forward pass.
         """
-        if not self.stages:
+        if self.adapters is None:
             return self.ops.linear(x, self.matrix, residual)
-        y = self.ops.linear(x, self.matrix, None)
-        for stage in self.stages:
-            y = stage(x, y, ctx)
+        y = self.adapters(x, self.ops.linear(x, self.matrix, None), ctx)
         if self.activation is not None:
             y = self.ops.activate(y, self.activation)
         return y if residual is None else self.ops.add(y, residual)

@@ -15,7 +15,7 @@ from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder, Declarations, DeclaredTensor
 from kvik.nn.checkpoint import Checkpoint, Selection, selected_bytes
 from kvik.nn.layers import PooledHead
-from kvik.nn.safetensors import TORCH_DTYPES
+from kvik.nn.safetensors import FLOATS, TORCH_DTYPES
 from kvik.spec.declare import Network
 
 log = logging.getLogger(START_LOG)
@@ -23,7 +23,7 @@ log = logging.getLogger(START_LOG)
 PROGRESS_BYTES = 1 << 30  # smaller models load too fast for a progress bar
 RANDOM_STD = 0.02
 RANDOM_DRAWS = 1 << 19  # random numbers per matrix
-FLOATS, INTEGERS = ("F32", "BF16", "F16", "F64"), ("I64", "I32")  # dtypes that are interchangeable
+INTEGERS = ("I64", "I32")  # dtypes that are interchangeable, like `FLOATS`
 COMPARED_ROWS = 64  # of a head that is not read
 MAX_LISTED = 3  # names repeated in an error
 
@@ -42,6 +42,8 @@ def load_model(
     model = spec.family.make(spec, builder)
     layered = spec.pooling is not None and spec.pooling.layers
     pooled = builder.pooled(spec.pooling) if layered and spec.pooling is not None else None
+    if builder.adapters is not None:
+        builder.adapters.check_used(builder.declared.elsewhere)
     if builder.checkpoint is None:
         random_weights(builder.declared, seed)
     else:

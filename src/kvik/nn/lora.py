@@ -1,17 +1,21 @@
 """LoRA adapters (Hu et al. 2021, arXiv 2106.09685): two small matrices for each adapted weight.
-Their product is added to it, W + s B A, while the model is loaded.
 
-A folder holds them as PEFT writes it: adapter_config.json and adapter_model.safetensors, which may
-also hold whole tensors that were trained, such as an embedding or biases. Merged weights are then
+Their product is added to the weight, W + s B A, while the model is loaded; or each request chooses
+an adapter, and a layer adds s B A x to the rows of its tokens. A folder holds the matrices as PEFT
+writes it: adapter_config.json and adapter_model.safetensors, which may also hold whole tensors that
+were trained, such as an embedding or biases; these can only be merged. Merged weights are then
 rounded, packed and computed like any others.
+
+For a layer, the adapters are experts that requests choose in place of a router: B A of one, with
+the rank as its inner size. Their kernels are those of mixtures of experts.
 """
 
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import sqrt
 from pathlib import Path
 
@@ -20,6 +24,8 @@ from torch import Tensor
 
 from kvik.errors import NOTES_LOG, ModelError, shown
 from kvik.files import ADAPTER_FILES
+from kvik.kernels.ops import Ops
+from kvik.kernels.weights import Matrix, MatrixSpec, float_kind, float_weight
 from kvik.nn.checkpoint import (
     ROW_MULTIPLE,
     WHOLE,
@@ -28,28 +34,27 @@ from kvik.nn.checkpoint import (
     Selection,
     TensorRun,
 )
-from kvik.nn.loader import FLOATS
-from kvik.nn.safetensors import TensorEntry, read_header
+from kvik.nn.formats.base import LinearShape
+from kvik.nn.layers import Adapters
+from kvik.nn.safetensors import FLOATS, TensorEntry, read_header
+from kvik.spec.adapters import TENSOR_NAME, Adapter
 from kvik.spec.fields import Fields, read_json
 from kvik.spec.stored_weights import Matcher, PatternError
 
 ADAPTER, WEIGHTS = ADAPTER_FILES
 MAX_ALPHA = 1e6
-# `base_model.model.` is the wrapper of PEFT, and `base_layer` the layer that an adapter wraps.
-_NAME = re.compile(
-    r"base_model\.model\.(.+?)(?:\.base_layer)?\."
-    r"(?:lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB])|(?P<whole>weight|bias))"
-)
+TRANSPOSED = "fan_in_fan_out"
 # Kinds of initial values for which the weights of the model stay unchanged; others, such as PiSSA,
 # take a part out of them.
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 # Keys of adapter_config.json that ask for more than W + s B A, and the values that do not.
+# fan_in_fan_out says that the model stores [inputs, outputs].
 NOTHING: tuple[object, ...] = (None, False, [], {})
 REFUSED: Mapping[str, tuple[object, ...]] = {
     "init_lora_weights": PLAIN_STARTS,
     **dict.fromkeys(
         (
-            *("use_dora", "fan_in_fan_out", "lora_bias", "layer_replication", "target_parameters"),
+            *("use_dora", "lora_bias", "layer_replication", "target_parameters"),
             *("trainable_token_indices", "alora_invocation_tokens", "use_qalora", "use_bdlora"),
             "arrow_config",
         ),
@@ -60,15 +65,25 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What is added to a weight [outputs, inputs]: b @ a.
+    """What is added to a weight [outputs, inputs]: scale * b @ a.
 
     Attributes:
-        a: [rank, inputs] fp32.
-        b: [outputs, rank] fp32, times the scale.
+        a: [rank, inputs], in the dtype of the file.
+        b: [outputs, rank].
     """
 
     a: Tensor
     b: Tensor
+    scale: float
+
+    @property
+    def scaled(self) -> Tensor:
+        """b times the scale, fp32."""
+        return self.b.float() * self.scale
+
+    @property
+    def rank(self) -> int:
+        return len(self.a)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -80,7 +95,8 @@ class LowRank:
         They are computed in whole tiles from row 0 on, so that their bits do not depend on the run.
         """
         start, end = first // ROW_MULTIPLE * ROW_MULTIPLE, first + count
-        tiles = [self.b[i : i + ROW_MULTIPLE] @ self.a for i in range(start, end, ROW_MULTIPLE)]
+        a, b = self.a.float(), self.scaled
+        tiles = [b[i : i + ROW_MULTIPLE] @ a for i in range(start, end, ROW_MULTIPLE)]
         return torch.cat(tiles)[first - start : end - start]
 
     def merged_into(self, run: TensorRun, selection: Selection) -> Tensor:
@@ -150,13 +166,9 @@ def merged(base: Checkpoint, folder: Path) -> MergedCheckpoint:
         ModelError: it is not a LoRA adapter, asks for more than sums and whole tensors, or does not
             fit the checkpoint.
     """
-    config = Fields(read_json(folder / ADAPTER), ADAPTER)
-    if (kind := config.raw("peft_type")) != "LORA":
-        raise config.error("peft_type", f"must be 'LORA', not {shown(kind)}")
-    for key, allowed in REFUSED.items():
-        if (value := config.raw(key)) not in allowed:
-            only = "left out" if allowed[0] is None else shown(allowed[0])
-            raise config.error(key, f"cannot be merged: must be {only}, not {shown(value)}")
+    config = _config(folder)
+    if (value := config.raw(TRANSPOSED)) not in NOTHING:
+        raise config.error(TRANSPOSED, f"cannot be merged: must be left out, not {shown(value)}")
     changes, entries = _read(folder, config), base.entries
     shapes = [(name, change.shape) for name, made in changes.items() for change in made]
     for name, shape in shapes:
@@ -166,15 +178,124 @@ def merged(base: Checkpoint, folder: Path) -> MergedCheckpoint:
         if entry.dtype not in FLOATS:
             reason = f"adapts {shown(name)}, which is stored quantised: take the model in floats"
             raise ModelError(WEIGHTS, reason)
-        if entry.shape != shape:
-            reason = (
-                f"adapts {shown(name)} of shape {list(shape)}, the model's is {list(entry.shape)}"
-            )
-            raise ModelError(WEIGHTS, reason)
+        _check_shape(name, shape, entry.shape)
     note = "the adapter of %d tensors in %s is merged; it was trained for %s"
     trained_for = config.raw("base_model_name_or_path") or "a model it does not name"
     logging.getLogger(NOTES_LOG).info(note, len(changes), folder.name, trained_for)
     return MergedCheckpoint(base, changes)
+
+
+class AdapterSet:
+    """The adapters that requests choose from: makes those of each layer."""
+
+    def __init__(
+        self, adapters: Sequence[Adapter], ops: Ops, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """
+        Args:
+            ops: of this process alone: small matrices are not divided among processes.
+            dtype: of activations and of the matrices.
+
+        Raises:
+            ModelError: one is not a LoRA adapter, or asks for more than sums for linear layers.
+        """
+        self._ops, self._dtype, self._device = ops, dtype, device
+        self._unused = [_products(adapter) for adapter in adapters]
+
+    def of(
+        self, layers: Sequence[str], shapes: Sequence[LinearShape], places: Tensor | None
+    ) -> Adapters | None:
+        """Return the adapters of some layers that form one matrix; None: there are none.
+
+        The A of all layers are stacked, and their B are blocks of a matrix, else of zeros.
+
+        Args:
+            layers: their names in checkpoints.
+            places: destinations of the first rows; see `nn.parts.Rows`.
+
+        Raises:
+            ModelError: an adapter does not fit a layer.
+        """
+        adapted = [[by_name.pop(layer, None) for layer in layers] for by_name in self._unused]
+        ranks = [
+            max(0 if product is None else product.rank for product in products)
+            for products in zip(*adapted, strict=True)
+        ]
+        if not any(ranks):
+            return None
+        inputs, outputs = shapes[0].inputs, sum(shape.outputs for shape in shapes)
+        up, down = [], []
+        for products in adapted:
+            a, b = torch.zeros(sum(ranks), inputs), torch.zeros(outputs, sum(ranks))
+            row = column = 0
+            for layer, product, shape, rank in zip(layers, products, shapes, ranks, strict=True):
+                if product is not None:
+                    _check_shape(f"{layer}.weight", product.shape, (shape.outputs, inputs))
+                    rows = slice(row, row + product.rank)
+                    a[rows] = shape.ordered(product.a)
+                    b[column : column + shape.outputs, rows] = product.scaled
+                row, column = row + rank, column + shape.outputs
+            if places is not None:
+                b[places] = b[: len(places)].clone()
+            up.append(self._matrix(a))
+            down.append(self._matrix(b))
+        return Adapters(self._ops, self._ops.expert_set(up, down))
+
+    def _matrix(self, values: Tensor) -> Matrix:
+        kind, (rows, inputs) = float_kind(self._dtype), values.shape
+        spec = MatrixSpec(kind, rows, inputs, False, None, self._dtype, self._device)
+        matrix = self._ops.matrix(spec)
+        self._ops.pack_rows(matrix, 0, float_weight(values.to(self._device, self._dtype)))
+        return matrix
+
+    def check_used(self, elsewhere: Collection[str]) -> None:
+        """Check that the layers of the model have taken all adapters.
+
+        Args:
+            elsewhere: prefixes of names of layers that other processes have.
+
+        Raises:
+            ModelError: one adapts something else.
+        """
+        for name in chain(*self._unused):
+            if not name.startswith(tuple(elsewhere)):
+                reason = f"one adapts {shown(name)}, whose outputs requests cannot change"
+                raise ModelError("adapters", f"{reason}: merge it with lora, or leave it out")
+
+
+def _products(adapter: Adapter) -> dict[str, LowRank]:
+    """Read an adapter that requests choose: what it adds, by names of layers."""
+    folder = Path(adapter.folder)
+    products: dict[str, LowRank] = {}
+    for name, changes in _read(folder, _config(folder)).items():
+        for change in changes:
+            if not isinstance(change, LowRank):
+                reason = f"{shown(adapter.name)} replaces {shown(name)}: merge it with lora"
+                raise ModelError("adapters", reason)
+            products[name.removesuffix(".weight")] = change
+    return products
+
+
+def _config(folder: Path) -> Fields:
+    """Read adapter_config.json.
+
+    Raises:
+        ModelError: it is no LoRA adapter, or asks for more than sums and whole tensors.
+    """
+    config = Fields(read_json(folder / ADAPTER), ADAPTER)
+    if (kind := config.raw("peft_type")) != "LORA":
+        raise config.error("peft_type", f"must be 'LORA', not {shown(kind)}")
+    for key, allowed in REFUSED.items():
+        if (value := config.raw(key)) not in allowed:
+            only = "left out" if allowed[0] is None else shown(allowed[0])
+            raise config.error(key, f"is not supported: must be {only}, not {shown(value)}")
+    return config
+
+
+def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if shape != expected:
+        reason = f"adapts {shown(name)} of shape {list(shape)}, the model's is {list(expected)}"
+        raise ModelError(WEIGHTS, reason)
 
 
 def _read(folder: Path, config: Fields) -> dict[str, list[Change]]:
@@ -182,7 +303,7 @@ def _read(folder: Path, config: Fields) -> dict[str, list[Change]]:
     if not (folder / WEIGHTS).exists():
         raise ModelError("lora", f"must hold {WEIGHTS}; {str(folder)!r} has none")
     entries = read_header(folder / WEIGHTS)
-    matches = {entry.name: _NAME.fullmatch(entry.name) for entry in entries}
+    matches = {entry.name: TENSOR_NAME.fullmatch(entry.name) for entry in entries}
     for entry in entries:
         match = matches[entry.name]
         sizes = (2,) if match and not match["whole"] else (1, 2)
@@ -199,7 +320,7 @@ def _read(folder: Path, config: Fields) -> dict[str, list[Change]]:
         if match["whole"]:
             changes[f"{module}.{match['whole']}"] = [Whole(values.clone())]
             continue
-        values = values.to(torch.float32, copy=True)
+        values = values.clone()
         part = match["linear"]
         if part is None:  # of an embedding: its weight is the transposed product, A^T B^T
             part, values = {"A": "B", "B": "A"}[match["embedding"]], values.t().contiguous()
@@ -212,7 +333,7 @@ def _read(folder: Path, config: Fields) -> dict[str, list[Change]]:
             raise ModelError(WEIGHTS, f"must have both matrices of {shown(module)}, of one rank")
         rank = len(parts["A"])
         scale = alphas[module] / (sqrt(rank) if by_root else rank)
-        product = LowRank(parts["A"], parts["B"] * scale)
+        product = LowRank(parts["A"], parts["B"], scale)
         changes.setdefault(f"{module}.weight", []).append(product)
     return changes
 

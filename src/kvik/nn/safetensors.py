@@ -20,6 +20,7 @@ from torch import Tensor
 from kvik.errors import ModelError, shown
 from kvik.files import regular, writing_whole
 
+FLOATS = ("F32", "BF16", "F16", "F64")  # dtypes that are interchangeable
 # By their names in headers.
 TORCH_DTYPES = {
     "BOOL": torch.bool,

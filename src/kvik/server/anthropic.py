@@ -405,8 +405,8 @@ def tool_use(request: Request, body: CountRequest, texts: Texts) -> ToolUse | No
 )
 async def messages(server: Server, request: Request, body: MessageRequest) -> Response:
     """Answer a conversation."""
-    model = server.served_name(body.model)
-    params = _params(body, server.default_params)
+    model, defaults = server.served(body.model)
+    params = _params(body, defaults)
     tenant = caller_of(request).tenant
     server.generations.check_capacity(tenant, params.n)
     use = tool_use(request, body, server.texts)
@@ -442,7 +442,7 @@ async def messages(server: Server, request: Request, body: MessageRequest) -> Re
 )
 async def count_tokens(server: Server, request: Request, body: CountRequest) -> Response:
     """Count the tokens that a conversation would have as a prompt."""
-    server.served_name(body.model)
+    server.served(body.model)
     conversation = await offload(len(body.messages), lambda: read_conversation(body))
     conversation.marks.clear()  # the count does not need them
     texts = server.texts.of(caller_of(request).tenant)

@@ -120,8 +120,8 @@ class LlamaPiece(LlamaText, kw_only=True):
 )
 async def completion(server: Server, request: Request, body: LlamaCompletionRequest) -> Response:
     """Continue a prompt. A stream has `LlamaPiece` events and ends with a `LlamaCompletion`."""
-    model = server.served_name(body.model)
-    params = _params(body, server.default_params)
+    model, defaults = server.served(body.model)
+    params = _params(body, defaults)
     tenant = caller_of(request).tenant
     server.generations.check_capacity(tenant, params.n)
     (prompt,) = split_prompts("prompt", body.prompt).values()

@@ -11,6 +11,7 @@ from pathlib import Path
 from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.client import EngineClient
+from kvik.errors import ConfigError, shown
 from kvik.server.access import Keys
 from kvik.server.admission import Admission
 from kvik.server.errors import model_not_found
@@ -91,17 +92,24 @@ class Server:
         """Limit on the tokens of prompt and output together."""
         return self.engine.config.scheduler.max_model_len
 
-    def served_name(self, model: str | None) -> str:
-        """Return the model name for the response to a request that names `model`.
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters, which are models to clients."""
+        return tuple(adapter.name for adapter in self.engine.config.runner.adapters)
+
+    def served(self, model: str | None) -> tuple[str, SamplingParams]:
+        """Return the model name for the response to a request that names `model`, and the
+        parameters of a request that sets none.
 
         Raises:
-            HttpError: 404, `model` is not the served one.
+            HttpError: 404, `model` is neither the served one nor an adapter.
         """
-        if model and self.config.any_model_name:
-            return model
-        if model and model not in self.model_names:
-            raise model_not_found(model, self.model_names)
-        return self.model_name
+        if model in self.adapters:
+            return model, self.default_params.with_changes(adapter=model)
+        if model and model not in self.model_names and not self.config.any_model_name:
+            raise model_not_found(model, (*self.model_names, *self.adapters))
+        name = model if model and self.config.any_model_name else self.model_name
+        return name, self.default_params
 
 
 def assemble(
@@ -115,6 +123,9 @@ def assemble(
 ) -> Server:
     """Build a server. Its engine is started by `engine.start(server.generations.take)`."""
     scheduler = engine.config.scheduler
+    for adapter in engine.config.runner.adapters:
+        if adapter.name in model_names:
+            raise ConfigError("adapters", f"{shown(adapter.name)} is a name of the model itself")
     admission = Admission(
         scheduler.max_queued_requests,
         scheduler.max_queued_tokens,

@@ -32,7 +32,7 @@ _PENALISED = (
 )
 _WHOLE = "penalties count all tokens of the prompt and the output"
 _GUIDED = "there is no guidance by a second prompt"
-_ADAPTERS = "requests cannot choose adapters; the server's --lora is merged into the model"
+_ADAPTERS = "give the name of an adapter (--adapters) as the model"
 _FIXED_ORDER = "the order of the samplers is fixed"
 _LIMITS = (
     *("max_tokens", "max_completion_tokens", "max_output_tokens"),

@@ -53,6 +53,8 @@ Role = Literal[
 # Roles of matrices that stay floats in every format: small ones whose errors would change the
 # choice of experts, and "kv_up", which is applied to queries instead of keys.
 UNQUANTISED: frozenset[Role] = frozenset({"router", "shared_gate", "kv_up"})
+# Roles of matrices that no adapter of a request changes.
+FIXED_FOR_REQUESTS: frozenset[Role] = UNQUANTISED | {"head", "token_inputs"}
 # Roles of matrices that are too small to be divided among processes.
 SMALL: frozenset[Role] = frozenset({"q_down", "kv_down", "gates", "router", "shared_gate"})
 
@@ -453,6 +455,11 @@ class DeclaredLinear:
     router: Router | None = None
     mixed: bool = False
     transposed: bool = False
+
+    @property
+    def adaptable(self) -> bool:
+        """Whether adapters that requests choose may change its outputs (`nn.lora`)."""
+        return self.role not in FIXED_FOR_REQUESTS and self.router is None
 
     @property
     def num_parameters(self) -> int:

@@ -65,6 +65,7 @@ class CpuTape(Graph):
                 state_pending=inputs.full("state_pending") if sizes.logs else None,
                 state_drafts=inputs.full("state_drafts") if sizes.logs else None,
                 first_keys=inputs.full(f"first_keys {group}") if of.budgeted else None,
+                adapters=inputs.full("adapters") if sizes.adapters else None,
             )
             for group, of in enumerate(network.groups)
         ]

@@ -143,6 +143,7 @@ class DecodeGraphs(Graph):
                     if self.network.groups[group].budgeted
                     else None
                 ),
+                adapters=inputs.padded("adapters", size.tokens) if inputs.adapters else None,
             )
             for group in inputs.groups
         ]

@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from kvik.files import ADAPTER_FILES, gguf_parts, writing_whole_folder
 from kvik.kernels.packing import Packing
 from kvik.nn.engine_folder import MappedStorage, Written, write_weights
 from kvik.nn.parts import FreshStorage
+from kvik.spec.adapters import Adapter
 from kvik.spec.engine_folder import (
     FORMAT,
     MANIFEST,
@@ -115,13 +116,19 @@ def manifest_of(
 
 
 def cache_of(
-    runner: RunnerConfig, path: Path, quantization: str, packing: Packing, lora: str | None
+    runner: RunnerConfig,
+    path: Path,
+    quantization: str,
+    packing: Packing,
+    lora: str | None,
+    adapters: Sequence[Adapter],
 ) -> EngineCache | None:
     """Return the cache entry of a model; None: there is no cache.
 
     Args:
         path: the model's folder or GGUF file.
         lora: folder of its adapter.
+        adapters: from which requests choose; they decide which activations are fused.
         quantization: of this model, which may be a draft model.
 
     Raises:
@@ -139,6 +146,7 @@ def cache_of(
         "dtype": runner.dtype,
         "quantization": quantization,
         "files": _fingerprints(path, lora),
+        "adapters": [adapter.digest for adapter in adapters],
     }
     key = hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()[:16]
     name = model_name(path).replace("/", "--")

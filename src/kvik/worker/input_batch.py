@@ -88,6 +88,9 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
     num_scheduled, contexts = tuple(plan.num_scheduled_tokens), tuple(seq_lens.tolist())
     tree_tensor = None if words is None else inputs.put("tree", words)
     tree_words = () if words is None else tuple(words.tolist())
+    adapters = None
+    if table.adapters is not None:
+        adapters = inputs.put("adapters", table.adapters[token_slots])
     state_rows = pending = state_drafts = None
     if table.states or table.first_keys is not None:
         state_rows = inputs.put("state_rows", slots.astype(np.int32))
@@ -119,6 +122,7 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
             firsts=(
                 () if table.first_keys is None else tuple(table.first_keys[group, slots].tolist())
             ),
+            adapters=adapters,
         )
         for group in range(len(table.block_tables))
     )

@@ -21,7 +21,7 @@ from kvik.nn.gguf_checkpoint import open_weights
 from kvik.nn.kv_formats import KVCache, allocate_kv, allocate_states
 from kvik.nn.layers import PooledHead
 from kvik.nn.loader import load_model
-from kvik.nn.lora import merged
+from kvik.nn.lora import AdapterSet, merged
 from kvik.nn.parts import FreshStorage, Storage
 from kvik.spec.declare import Network
 from kvik.spec.engine_folder import Manifest
@@ -77,9 +77,7 @@ def fill_cache(config: ResolvedConfig) -> None:
     config = replace(config, runner=single)
     parts, path = platform(config).parts, Path(runner.model_path)
     with torch.inference_mode():
-        _load(
-            config, parts, config.model, path, config.cache.groups, runner.quantization, runner.lora
-        )
+        _load(config, parts, config.model, path, config.cache.groups, runner.quantization)
 
 
 def load_network(
@@ -111,8 +109,9 @@ def load_network(
         parts = replace(parts, backend=backend)
     platform.release_freed()  # memory used while reading the tokenizer
     with torch.inference_mode():
-        lora = None if drafts else config.runner.lora
-        model, pooled = _load(config, parts, spec, path, groups, quantization, lora, stage)
+        model, pooled = _load(
+            config, parts, spec, path, groups, quantization, stage, adapted=not drafts
+        )
         platform.release_freed()
         kv = allocate_kv(
             groups,
@@ -184,21 +183,29 @@ def _load(
     path: Path,
     groups: tuple[KVGroup, ...],
     quantization: str,
-    lora: str | None,
     stage: PipelineStage | None = None,
+    *,
+    adapted: bool = True,
 ) -> tuple[Network, PooledHead | None]:
     """Load a model from an engine folder or the engine cache, else from its files.
+
+    Args:
+        adapted: with the adapters of the engine; those that requests choose are never cached.
 
     Raises:
         ModelError: the weights do not fit the spec.
     """
     runner = config.runner
+    lora, chosen = (runner.lora, runner.adapters) if adapted else (None, ())
 
     def load(
         checkpoint: Checkpoint | None, storage: Storage | None
     ) -> tuple[Network, PooledHead | None]:
+        adapters = None
+        if chosen:
+            adapters = AdapterSet(chosen, parts.own_ops, parts.dtype, parts.device)
         builder = make_builder(
-            config, parts, spec, groups, quantization, checkpoint, storage, stage
+            config, parts, spec, groups, quantization, checkpoint, storage, stage, adapters
         )
         return load_model(spec, builder, seed=runner.seed)
 
@@ -206,7 +213,7 @@ def _load(
         return load(None, MappedStorage(path, parts.packing))
     if runner.load_format != "safetensors":
         return load(None, None)
-    cache = cache_of(runner, path, quantization, parts.packing, lora)
+    cache = cache_of(runner, path, quantization, parts.packing, lora, chosen)
     if cache is not None and (mapped := cache.stored(parts.packing)) is not None:
         try:
             return load(None, mapped)
@@ -243,6 +250,7 @@ def make_builder(
     checkpoint: Checkpoint | None,
     storage: Storage | None,
     stage: PipelineStage | None = None,
+    adapters: AdapterSet | None = None,
 ) -> Builder:
     """Make a builder for a model on this platform; see `Builder`."""
     return Builder(
@@ -256,5 +264,6 @@ def make_builder(
         stored_quantization=spec.quantization,
         quantization=quantization,
         storage=storage,
+        adapters=adapters,
         stage=stage,
     )

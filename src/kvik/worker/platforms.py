@@ -116,6 +116,7 @@ class PlatformParts:
     device: torch.device
     dtype: torch.dtype
     ops: Ops
+    own_ops: Ops  # of this process alone, for matrices that are not divided
     packing: Packing  # layout of matrices for these operations
     draw_bytes: int  # see `SamplingTable`
     backend: AttentionBackend
@@ -194,7 +195,9 @@ class TorchPlatform(Platform):
         backend = select_backend(config.runner.attention_backend, ops, device, dtype)
         if self.joined is not None:
             backend = self.joined.attention(backend)
-        self.parts = PlatformParts(device, dtype, ops, PLAIN, DRAW_BYTES, backend, torch.zeros)
+        self.parts = PlatformParts(
+            device, dtype, ops, TORCH, PLAIN, DRAW_BYTES, backend, torch.zeros
+        )
         self._config = config
 
     def graph(
@@ -248,7 +251,7 @@ class NativePlatform(Platform):
         self.team = Team(self.native, runner.threads, pace_of(runner.cpu_quota))
         for notice in notices():
             log.warning(notice)
-        ops = native_ops(self.native)
+        ops = own_ops = native_ops(self.native)
         backend = select_backend(runner.attention_backend, ops, device, dtype, self.native)
         self.group: Group | None = None
         self._ranks = None if setup is None else setup.ranks
@@ -265,7 +268,9 @@ class NativePlatform(Platform):
             ops = group_ops(self.native, ops, self.group)
             packing = group_packing(self.native, self.group)
             backend = GroupAttention(backend, ops, self.group)
-        self.parts = PlatformParts(device, dtype, ops, packing, NATIVE_DRAW_BYTES, backend, zeros)
+        self.parts = PlatformParts(
+            device, dtype, ops, own_ops, packing, NATIVE_DRAW_BYTES, backend, zeros
+        )
         self._config = config
         self._block_size = cache.block_size
         self._max_blocks = -(-scheduler.max_model_len // cache.block_size)
@@ -366,7 +371,7 @@ class TritonPlatform(Platform):
 
         device, dtype = torch.device(config.runner.device), DTYPES[config.runner.dtype]
         self.joined = None if setup is None else Joined(config, setup)
-        ops = triton_ops(device)
+        ops = own_ops = triton_ops(device)
         if self.joined is not None:
             ops = self.joined.ops(ops)
         runner = config.runner
@@ -380,7 +385,15 @@ class TritonPlatform(Platform):
             backend = self.joined.attention(backend)
         self._memory = memory or GpuMemory(config)
         self.parts = PlatformParts(
-            device, dtype, ops, GPU, TRITON_DRAW_BYTES, backend, self._memory.pool, warm_ups
+            device,
+            dtype,
+            ops,
+            own_ops,
+            GPU,
+            TRITON_DRAW_BYTES,
+            backend,
+            self._memory.pool,
+            warm_ups,
         )
         self._config = config
 

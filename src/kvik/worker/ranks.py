@@ -271,6 +271,7 @@ class TorchRank(Member):
                 state_rows=tensors.get("state_rows"),
                 state_pending=tensors.get("state_pending"),
                 state_drafts=tensors.get("state_drafts"),
+                adapters=tensors.get("adapters"),
             )
             for group in range(len(self._network.groups))
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvik.config.config import ResolvedConfig
 from kvik.config.graph_sizes import GraphSize
 from kvik.kernels.upload import upload
+from kvik.spec.adapters import NO_ADAPTER
 
 # Copies of results from the device to the host while steps run, without waiting.
 #
@@ -104,6 +105,7 @@ ALIGNMENT = 256  # bytes; kernels read pairs and quadruples of numbers
 PADDING = {
     "slot_mapping": -1,
     "state_rows": -1,
+    "adapters": NO_ADAPTER,
 }  # 0 for all others: token 0 exists, so its logits can be computed
 COUNTING = "query_start_loc"
 STATE_INPUTS = ("state_rows", "state_pending", "state_drafts")  # an entry for each request
@@ -124,7 +126,7 @@ class DeviceInputs(StepInputs):
         Args:
             captured: forwards that read from here; none is larger than `sizes`.
         """
-        self.groups, self.logs = range(num_groups), sizes.logs
+        self.groups, self.logs, self.adapters = range(num_groups), sizes.logs, sizes.adapters
         rows = max((size.rows for size in captured), default=0)
         tokens = max((size.tokens for size in captured), default=0)
         samples = max((size.samples for size in captured), default=0)
@@ -261,6 +263,7 @@ class StepSizes:
     samples: int  # rows of logits: one for each row that samples, and one for each draft
     trees: bool = False  # a step may hold trees of drafts
     logs: bool = False  # layers with states log drafts
+    adapters: bool = False  # requests choose adapters
 
     @staticmethod
     def of(max_num_batched_tokens: int, max_num_seqs: int, max_draft_rows: int = 0) -> StepSizes:
@@ -275,10 +278,12 @@ class StepSizes:
         """Return the sizes of steps of the served model."""
         scheduler, speculation = config.scheduler, config.speculation
         tokens, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+        adapters = bool(config.runner.adapters)
         if speculation is None:
-            return StepSizes.of(tokens, seqs)
+            return replace(StepSizes.of(tokens, seqs), adapters=adapters)
         sizes = StepSizes.of(tokens, seqs, speculation.max_draft_rows)
-        return replace(sizes, trees=speculation.trees, logs=bool(config.model.states))
+        logs = bool(config.model.states)
+        return replace(sizes, trees=speculation.trees, logs=logs, adapters=adapters)
 
     def inputs(self, num_groups: int) -> dict[str, int]:
         """Return the number of entries of each input of the largest step, by name, except the block
@@ -289,6 +294,8 @@ class StepSizes:
         sizes["logits_indices"] = self.samples
         if self.trees:
             sizes["tree"] = self.tokens
+        if self.adapters:
+            sizes["adapters"] = self.tokens
         for group in range(num_groups):
             sizes[f"slot_mapping {group}"] = self.tokens
             sizes[f"first_keys {group}"] = self.seqs

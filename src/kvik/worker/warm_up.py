@@ -104,28 +104,23 @@ class WarmUps:
 def forwards(
     network: EngineNetwork,
     lengths: Sequence[int],
-    samples: int,
+    sizes: StepSizes,
     block_size: int,
     max_context: int,
     trees: Sequence[int] = (),
-    *,
-    logs: bool = False,
 ) -> list[Callable[[], object]]:
     """Return calls that run steps of one request, without cached tokens and after as many cached
     tokens as possible, since the choice of kernels depends on that. The last call copies blocks.
 
     Args:
         lengths: tokens of the steps; none exceeds max_context.
-        samples: the most rows of logits.
+        sizes: of the largest step.
         trees: lengths of requests in steps that hold trees of drafts.
-        logs: layers with states log drafts.
     """
     steps = [(length, False) for length in lengths] + [(length, True) for length in trees]
     return [
         *(
-            partial(
-                _forward, network, length, samples, block_size, context, max_context, tree, logs
-            )
+            partial(_forward, network, length, sizes, block_size, context, max_context, tree)
             for length, tree in steps
             for context in sorted({length, max_context})
         ),
@@ -136,12 +131,11 @@ def forwards(
 def _forward(
     network: EngineNetwork,
     length: int,
-    samples: int,
+    sizes: StepSizes,
     block_size: int,
     context: int,
     max_context: int,
     tree: bool,
-    logs: bool,
 ) -> None:
     """Run a forward for a request whose cached tokens were never written: it attends to block 0,
     which is never allocated, and only planning on the host uses the context. As many of its tokens
@@ -158,15 +152,18 @@ def _forward(
         block_size=block_size,
         tree=torch.zeros(length, dtype=torch.int64, device=device) if tree else None,
         state_rows=torch.full((1,), -1, dtype=torch.int32, device=device),
-        state_pending=none if logs else None,
-        state_drafts=none if logs else None,
+        state_pending=none if sizes.logs else None,
+        state_drafts=none if sizes.logs else None,
+        adapters=(
+            torch.zeros(length, dtype=torch.int64, device=device) if sizes.adapters else None
+        ),
     )
     cut = replace(layout, first_keys=none)
     network.forward(
         torch.zeros(length, dtype=torch.int64, device=device),
         torch.arange(length, device=device),
         [cut if group.budgeted else layout for group in network.groups],
-        torch.arange(max(0, length - samples), length, device=device),
+        torch.arange(max(0, length - sizes.samples), length, device=device),
     )
 
 

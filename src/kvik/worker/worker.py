@@ -147,6 +147,7 @@ class Worker:
             type_stride=config.model.type_stride if config.model.token_types > 1 else 0,
             shares=[group.shares for group in cache.groups],
             budgets=any(group.budgeted for group in cache.groups),
+            adapters=[adapter.name for adapter in config.runner.adapters],
         )
         sampling = SamplingTable(
             scheduler.max_num_seqs, vocab_size, device, draw_bytes, self._grammars

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.adapters import draw_pairs, linear_layers, write_adapter
 from helpers.configs import small
 from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON
 
@@ -18,6 +20,7 @@ from helpers.tiny_models import DELTA
 from kvik import LLM, SamplingParams
 from kvik.attention.fresh_prompts import FreshPrompts
 from kvik.kernels.triton import draw, experts, rotary, states
+from kvik.models.model_spec import ModelSpec
 
 pytestmark = INTERPRETED_ONLY
 
@@ -60,12 +63,14 @@ SAMPLING = [
 ]
 
 
-def tokens(model: Path, **options: Any) -> list[list[int]]:
+def tokens(
+    model: Path, sampling: Sequence[SamplingParams] = SAMPLING, **options: Any
+) -> list[list[int]]:
     """Prefill in chunks with decodes, as a step has no budget for two prompts."""
     limits = {"max_model_len": 32, "max_num_seqs": 2, "max_num_batched_tokens": 8}
     common = {"device": "cpu", "dtype": "float32", "threads": 1, "load_format": "random", **limits}
     with LLM(str(model), **common, **options) as llm:
-        outputs = llm.generate(PROMPTS, SAMPLING)
+        outputs = llm.generate(PROMPTS, sampling)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -124,6 +129,22 @@ def test_experts_of_a_model(
     assert tokens(tmp_path, **options) == expected
     product = "float_experts_kernel" if quantization == "none" else "byte_experts_kernel"
     assert {product, "combine_kernel"} == set(calls)
+
+
+@pytest.mark.full
+def test_requests_with_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    layers = linear_layers(ModelSpec.from_config(CONFIG))
+    folders = {
+        name: write_adapter(tmp_path / name, draw_pairs(layers, seed=seed, size=1.0))
+        for seed, name in enumerate("ab")
+    }
+    sampling = [one.with_changes(adapter=name) for one, name in zip(SAMPLING, "ba", strict=True)]
+    options = {"kernels": "torch", "adapters": folders, "sampling": sampling}
+    plain = tokens(tmp_path, kernels="torch", attention_backend="reference")
+    expected = tokens(tmp_path, **options, attention_backend="reference")
+    interpret_engines(monkeypatch)
+    assert tokens(tmp_path, **options) == expected != plain
 
 
 @pytest.mark.full

@@ -65,10 +65,15 @@ class CpuExperts:
         return ExpertSet(tuple(up), tuple(down), Addresses(_addresses(up), _addresses(down)))
 
     def experts(
-        self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertSet, residual: Tensor | None
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor | None,
+        experts: ExpertSet,
+        residual: Tensor | None,
     ) -> Tensor:
         """See `Ops.experts`."""
-        y = self.native.empty(*x.shape, dtype=x.dtype)
+        y = self.native.empty(x.shape[0], experts.outputs, dtype=x.dtype)
         self.launch(0, x, ids, weights, experts, residual, None, y)
         return y
 
@@ -77,7 +82,7 @@ class CpuExperts:
         part: int,
         x: Tensor,
         ids: Tensor,
-        weights: Tensor,
+        weights: Tensor | None,
         experts: ExpertSet,
         residual: Tensor | None,
         made: Tensor | None,
@@ -90,7 +95,7 @@ class CpuExperts:
             part: 0, or 1 to 4 as in csrc/arguments.hpp.
             made: the intermediate result, [tokens * active, inner] or some columns of it; None: it
                 is not shared with other processes.
-            y: [tokens, hidden] or some columns of it, as many as the down matrices have rows.
+            y: [tokens, outputs] or some columns of it, as many as the down matrices have rows.
             among: the numbers of these experts, and the total number; None: these are all.
         """
         at, up, down = experts.data, experts.up[0], experts.down[0]
@@ -102,7 +107,7 @@ class CpuExperts:
             **strided(x=x, y=y, residual=residual, made=made),
             rows=self.native.rows(x),
             ids=ids.data_ptr(),
-            weights=weights.data_ptr(),
+            weights=pointer(weights),
             weigh_inputs=int(experts.weigh_inputs),
             active=ids.shape[1],
             count=len(experts.up) if among is None else among[1],
@@ -110,8 +115,9 @@ class CpuExperts:
             owned=len(experts.up),
             up=at.up.data_ptr(),
             down=at.down.data_ptr(),
-            hidden=down.spec.outputs if part == 2 else up.spec.inputs,
+            inputs=up.spec.inputs,
             inner=down.spec.inputs if part == 2 else up.spec.outputs,
+            outputs=down.spec.outputs,
             activation=ACTIVATIONS[up.spec.activation],
             bias_pair=pair,
             up_kind=up.data.kind,

@@ -329,7 +329,12 @@ class GroupExperts:
         return ExpertSet(tuple(up), tuple(down), CutExperts(local, *parts))
 
     def experts(
-        self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertSet, residual: Tensor | None
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor | None,
+        experts: ExpertSet,
+        residual: Tensor | None,
     ) -> Tensor:
         """See `Ops.experts`."""
         cut, group = experts.data, self._group
@@ -337,7 +342,7 @@ class GroupExperts:
         local = replace(cut.local, weigh_inputs=experts.weigh_inputs)
         inner, pairs = experts.up[0].spec.outputs, x.shape[0] * ids.shape[1]
         made = group.take((pairs, inner), x.dtype)
-        y = group.take((x.shape[0], x.shape[1]), x.dtype)
+        y = group.take((x.shape[0], experts.outputs), x.dtype)
         mine = y[:, cut.down]
         if local.up[0].spec.rows:
             self._experts.launch(1, x, ids, weights, local, None, made[:, cut.up], mine)
@@ -365,17 +370,22 @@ class OwnedExperts:
         return ExpertSet(tuple(up), tuple(down), self._experts.expert_set(ups, downs))
 
     def experts(
-        self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertSet, residual: Tensor | None
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor | None,
+        experts: ExpertSet,
+        residual: Tensor | None,
     ) -> Tensor:
         """See `Ops.experts`."""
         assert isinstance(experts.data, ExpertSet)
         group, count = self._group, len(experts.up)
         local = replace(experts.data, weigh_inputs=experts.weigh_inputs)
         among = group.own_experts(count), count
-        outputs = group.take((x.shape[0] * ids.shape[1], x.shape[1]), torch.float32)
+        outputs = group.take((x.shape[0] * ids.shape[1], experts.outputs), torch.float32)
         self._experts.launch(3, x, ids, weights, local, None, None, outputs, among)
         group.exchange()
-        y = self._experts.native.empty(*x.shape, dtype=x.dtype)
+        y = self._experts.native.empty(x.shape[0], experts.outputs, dtype=x.dtype)
         self._experts.launch(4, x, ids, weights, local, residual, outputs, y, among)
         return y
 

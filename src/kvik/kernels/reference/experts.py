@@ -78,16 +78,22 @@ def experts_by(linear: Product) -> Callable[..., Tensor]:
     """Return an `Ops.experts` that computes each product by a call of `linear`."""
 
     def experts(
-        x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertSet, residual: Tensor | None
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor | None,
+        experts: ExpertSet,
+        residual: Tensor | None,
     ) -> Tensor:
-        total = x.new_zeros(x.shape, dtype=torch.float32)
-        for expert in ids.unique().tolist():  # ascending
+        total = x.new_zeros(len(x), experts.outputs, dtype=torch.float32)
+        for expert in ids[ids >= 0].unique().tolist():  # ascending
             rows, place = (ids == expert).nonzero(as_tuple=True)
-            inputs, weight = x[rows], weights[rows, place, None]
-            if experts.weigh_inputs:
-                inputs = (inputs * weight).to(x.dtype)
+            inputs = x[rows]
+            if weights is not None and experts.weigh_inputs:
+                inputs = (inputs * weights[rows, place, None]).to(x.dtype)
             made = linear(linear(inputs, experts.up[expert], None), experts.down[expert], None)
-            total[rows] += made if experts.weigh_inputs else made.float() * weight
+            if weights is not None and not experts.weigh_inputs:
+                made = made.float() * weights[rows, place, None]
+            total[rows] += made
         if residual is not None:
             total += residual
         return total.to(x.dtype)

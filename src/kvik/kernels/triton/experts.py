@@ -260,7 +260,7 @@ def pair_inputs_kernel(
     expert's inputs, times weights [pairs] if not None, and scales [pairs], its calibrated scale;
     None: there is none."""
     pair = tl.program_id(0).to(tl.int64)
-    expert = tl.load(ids + pair)
+    expert = tl.maximum(tl.load(ids + pair), 0)  # a pair without one is not read
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < inputs
     source = at
@@ -274,6 +274,9 @@ def pair_inputs_kernel(
     if scales is not None:
         scale = tl.load(_part(table, INPUT_SCALE, expert, experts, tl.float32))
         tl.store(scales + pair, scale)
+
+
+NO_PAIR = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
@@ -290,7 +293,7 @@ def combine_kernel(
     BLOCK: tl.constexpr,
 ):
     """grid [tokens, blocks]; made [tokens * ACTIVE, dim] -> y [tokens, dim]. A token's experts are
-    added by ascending id."""
+    added by ascending id; pairs without one have no `made`."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < dim
@@ -305,12 +308,13 @@ def combine_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     before = -1
     for _ in range(ACTIVE):
-        left = tl.where(ids_and_places > before, ids_and_places, 0x7FFFFFFF)
+        left = tl.where(ids_and_places > before, ids_and_places, NO_PAIR)
         before = tl.min(left, 0)
         place = before % ACTIVE_BLOCK
         row = made + (token * ACTIVE + place) * dim + at
         share = tl.sum(tl.where(k == place, weight, 0.0), 0)
-        total += tl.load(row, mask=inside, other=0.0).to(tl.float32) * share
+        there = inside & (before < NO_PAIR)
+        total += tl.load(row, mask=there, other=0.0).to(tl.float32) * share
     if residual is not None:
         near = residual + token * residual_stride + at
         total += tl.load(near, mask=inside, other=0.0).to(tl.float32)
@@ -372,7 +376,12 @@ class TritonExperts:
         return ExpertSet(tuple(up), tuple(down), tables)
 
     def experts(
-        self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertSet, residual: Tensor | None
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor | None,
+        experts: ExpertSet,
+        residual: Tensor | None,
     ) -> Tensor:
         """See `Ops.experts`.
 
@@ -391,7 +400,7 @@ class TritonExperts:
         assert isinstance(tables, Tables)
         tokens, active = ids.shape
         if not tokens:
-            return torch.empty_like(x)
+            return x.new_empty(0, experts.outputs)
         count = len(experts.up)
         up, down = experts.up[0], experts.down[0]
         up_tile, down_tile = (

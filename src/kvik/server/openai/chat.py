@@ -180,8 +180,8 @@ class ChatChunk(Struct, kw_only=True):
 @post("/v1/chat/completions", CHAT, answer=ChatCompletion, note="Answer a conversation.")
 async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
-    model = server.served_name(body.model)
-    params = chat_params(body, server.default_params)
+    model, defaults = server.served(body.model)
+    params = chat_params(body, defaults)
     tenant = caller_of(request).tenant
     server.generations.check_capacity(tenant, params.n)
     name, max_tokens = asked_tokens(body, body.max_completion_tokens)

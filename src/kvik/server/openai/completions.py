@@ -108,8 +108,8 @@ class Completion(Struct, kw_only=True):
 @post("/v1/completions", COMPLETION, answer=Completion, note="Continue texts.")
 async def completions(server: Server, request: Request, body: CompletionRequest) -> Response:
     """Continue one text or many."""
-    model = server.served_name(body.model)
-    params = completion_params(body, server.default_params)
+    model, defaults = server.served(body.model)
+    params = completion_params(body, defaults)
     inputs = split_prompts("prompt", body.prompt)
     name, max_tokens = asked_tokens(body)
     keep = kept_tokens(server, body.truncate_prompt_tokens, params.max_tokens)

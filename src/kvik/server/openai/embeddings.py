@@ -99,7 +99,8 @@ class EmbeddingList(Struct, kw_only=True):
 )
 async def embeddings(server: Server, request: Request, body: EmbeddingRequest) -> Response:
     """Return a vector of length 1 for each input, pooled from the last layer's hidden states."""
-    model, facts = server.served_name(body.model), server.engine.config.model
+    model, defaults = server.served(body.model)
+    facts = server.engine.config.model
     hidden, pooling = facts.hidden_size, facts.pooling
     check_dimensions(pooling, hidden, body.dimensions)
     before = prompt_before(pooling, body.prompt_name)
@@ -125,7 +126,7 @@ async def embeddings(server: Server, request: Request, body: EmbeddingRequest) -
     requests = [
         GenerationRequest(
             prompt_token_ids=ids,
-            params=SamplingParams(max_tokens=None),
+            params=SamplingParams(max_tokens=None, adapter=defaults.adapter),
             priority=body.priority or 0,
             deadline_ms=body.deadline_ms,
             pooling=body.pooling or default_pooling(pooling),

@@ -26,7 +26,7 @@ class ModelCard(Struct, kw_only=True):
     created_at: str  # RFC 3339
     owned_by: str = "kvik"
     root: str
-    parent: None = None
+    parent: str | None = None  # the model that an adapter changes
     max_model_len: int
 
 
@@ -40,10 +40,10 @@ class ModelList(Struct, kw_only=True):
     last_id: str
 
 
-@get("/v1/models", answer=ModelList, note="The model that is served.")
+@get("/v1/models", answer=ModelList, note="The model that is served, and its adapters.")
 async def models(server: Server, request: Request) -> Response:
-    """Return the served model under each of its names."""
-    names = server.model_names
+    """Return the served model under each of its names, and its adapters."""
+    names = (*server.model_names, *server.adapters)
     listed = [_model(server, name) for name in names]
     return json_response(ModelList(data=listed, first_id=names[0], last_id=names[-1]))
 
@@ -52,9 +52,9 @@ async def models(server: Server, request: Request) -> Response:
 async def model(server: Server, request: Request) -> Response:
     """Return the served model under one of its names."""
     name = request.path_params["model"]
-    if not name:  # `served_name` allows requests without one
-        raise model_not_found(name, server.model_names)
-    server.served_name(name)
+    if not name:  # `served` allows requests without one
+        raise model_not_found(name, (*server.model_names, *server.adapters))
+    server.served(name)
     return json_response(_model(server, name))
 
 
@@ -64,7 +64,8 @@ def _model(server: Server, name: str) -> ModelCard:
         created=server.started,
         display_name=name,
         created_at=datetime.fromtimestamp(server.started, UTC).isoformat().replace("+00:00", "Z"),
-        root=server.model_name,
+        root=name if name in server.adapters else server.model_name,
+        parent=server.model_name if name in server.adapters else None,
         max_model_len=server.max_model_len,
     )
 

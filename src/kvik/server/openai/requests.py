@@ -28,7 +28,7 @@ from kvik.core.sampling_params import (
 from kvik.core.structured import Structure
 from kvik.core.types import Pin
 from kvik.errors import Overflow, ParamError
-from kvik.options import Flag, Integer, Kind, Number
+from kvik.options import Flag, Integer, Kind, Number, Text
 from kvik.server.errors import rename_fields
 from kvik.server.generation import GenerationRequest
 from kvik.server.server import Server
@@ -79,6 +79,8 @@ def json_type(kind: Kind) -> Any:
             return Annotated[float, Meta(gt=low, le=high) if above else Meta(ge=low, le=high)]
         case Flag():
             return bool
+        case Text():
+            return str
         case TokenIds():
             return TokenIdList
         case LogitBias():  # JSON keys cannot be integers, so the ids are strings

@@ -114,13 +114,14 @@ async def rerank(server: Server, request: Request, body: RerankRequest) -> Respo
         document if isinstance(document, str) else document.text for document in body.documents
     ]
     pairs = {f"documents[{i}]": (body.query, text) for i, text in enumerate(texts)}
-    scores, usage = await _scores(server, request, body, pairs, "documents")
+    model, defaults = server.served(body.model)
+    scores, usage = await _scores(server, request, body, pairs, "documents", defaults.adapter)
     best = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: body.top_n]
     shown = body.return_documents is not False
     results = [RerankResult(i, scores[i], Document(texts[i]) if shown else None) for i in best]
     answer = RerankAnswer(
         id=f"rerank-{secrets.token_hex(16)}",
-        model=server.served_name(body.model),
+        model=model,
         results=results,
         usage=usage,
     )
@@ -138,10 +139,11 @@ async def score(server: Server, request: Request, body: ScoreRequest) -> Respons
     )
     field = "text_2" if len(second) >= len(first) else "text_1"
     pairs = {f"{field}[{i}]": pair for i, pair in enumerate(paired(first, second))}
-    scores, usage = await _scores(server, request, body, pairs, field)
+    model, defaults = server.served(body.model)
+    scores, usage = await _scores(server, request, body, pairs, field, defaults.adapter)
     answer = ScoreList(
         id=f"score-{secrets.token_hex(16)}",
-        model=server.served_name(body.model),
+        model=model,
         data=[ScoreItem(i, value) for i, value in enumerate(scores)],
         usage=usage,
     )
@@ -154,13 +156,13 @@ async def _scores(
     body: PairFields,
     pairs: Mapping[str, tuple[str, str]],
     pairs_field: str,
+    adapter: str,
 ) -> tuple[list[float], EmbeddingUsage]:
     """Return the score of each pair.
 
     Args:
         pairs: by their names in error messages. many: the field that holds them.
     """
-    server.served_name(body.model)
     pooling = scoring(server.engine.config.model.pooling)
     if not pairs:
         raise ParamError(pairs_field, "must not be empty")
@@ -178,7 +180,7 @@ async def _scores(
         requests.append(
             GenerationRequest(
                 prompt_token_ids=encoded.ids,
-                params=SamplingParams(max_tokens=None),
+                params=SamplingParams(max_tokens=None, adapter=adapter),
                 priority=body.priority or 0,
                 deadline_ms=body.deadline_ms,
                 pooling=SCORE,

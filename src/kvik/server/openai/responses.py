@@ -354,7 +354,7 @@ class ResponseObject(Struct, kw_only=True):
 @post("/v1/responses", UNHONOURED, answer=ResponseObject, note="Answer a conversation.")
 async def responses(server: Server, request: Request, body: ResponsesRequest) -> Response:
     """Answer a conversation."""
-    model = server.served_name(body.model)
+    model, defaults = server.served(body.model)
     tenant = caller_of(request).tenant
     texts = server.texts.of(tenant)
     server.generations.check_capacity(tenant, 1)
@@ -368,8 +368,8 @@ async def responses(server: Server, request: Request, body: ResponsesRequest) ->
         "structured": answer_constraint(body),
     }
     changes: dict[str, Any] = {k: value for k, value in fields.items() if value is not None}
-    changes["max_tokens"] = body.max_output_tokens or own_limit(server.default_params)
-    params = server.default_params.with_changes(**changes)
+    changes["max_tokens"] = body.max_output_tokens or own_limit(defaults)
+    params = defaults.with_changes(**changes)
     if body.text is not None and body.text.verbosity not in (None, "medium"):
         context.ignore(["text.verbosity"])
     effort = None if body.reasoning is None else body.reasoning.effort

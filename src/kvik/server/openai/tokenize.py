@@ -79,7 +79,7 @@ class TokenizerInfo(Struct, kw_only=True):
 @post("/tokenize", TOKENIZE, answer=Tokenized, note="Token ids of a text or a conversation.")
 async def tokenize(server: Server, request: Request, body: TokenizeRequest) -> Response:
     """Return the token ids of a text, which may be empty, or of a conversation."""
-    server.served_name(body.model)
+    server.served(body.model)
     inputs = [value for value in (body.prompt, body.messages, body.content) if value is not None]
     if len(inputs) != 1:
         raise ParamError("prompt", "must be the only one given of prompt, messages and content")
@@ -112,7 +112,7 @@ async def tokenize(server: Server, request: Request, body: TokenizeRequest) -> R
 @post("/detokenize", answer=Detokenized, note="Text of token ids.")
 async def detokenize(server: Server, request: Request, body: DetokenizeRequest) -> Response:
     """Return the text of tokens, including special tokens."""
-    server.served_name(body.model)
+    server.served(body.model)
     limit, vocab_size = server.max_model_len, server.engine.config.model.vocab_size
     if len(body.tokens) > limit:
         raise ParamError("tokens", f"at most {limit} (max_model_len), not {len(body.tokens)}")

@@ -1,0 +1,68 @@
+"""LoRA adapters that requests choose, as facts: their names, and the ranks of their matrices."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvik.errors import ModelError
+from kvik.files import ADAPTER_FILES
+
+MAX_ADAPTERS = 512
+NO_ADAPTER = -1  # number of the adapter of requests that choose none
+# Names of tensors in an adapter's file: `base_model.model.` is the wrapper of PEFT, and
+# `base_layer` the layer that an adapter wraps.
+TENSOR_NAME = re.compile(
+    r"base_model\.model\.(.+?)(?:\.base_layer)?\."
+    r"(?:lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB])|(?P<whole>weight|bias))"
+)
+MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter that requests choose by its name.
+
+    Attributes:
+        folder: of its files.
+        digest: of its files. Requests share prefix blocks only if they have the same adapter.
+    """
+
+    name: str
+    folder: str
+    digest: str
+
+    @staticmethod
+    def read(name: str, folder: Path) -> Adapter:
+        """Raises ModelError: a file cannot be read."""
+        digest = hashlib.sha256()
+        for file in ADAPTER_FILES:
+            try:
+                with (folder / file).open("rb") as opened:
+                    digest.update(hashlib.file_digest(opened, "sha256").digest())
+            except OSError as error:
+                raise ModelError(file, f"cannot be read ({error.strerror})") from None
+        return Adapter(name, str(folder), digest.hexdigest())
+
+    def ranks(self) -> dict[str, int]:
+        """Return the rank of each adapted linear layer, by its name in the model's checkpoint.
+
+        The loader checks the file; a broken one adapts nothing here.
+        """
+        path = Path(self.folder) / ADAPTER_FILES[1]
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(min(length, MAX_HEADER_BYTES)))
+            shapes = {name: facts["shape"] for name, facts in header.items() if "shape" in facts}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return {}
+        matches = {name: TENSOR_NAME.fullmatch(name) for name in shapes}
+        return {
+            match[1]: shapes[name][0]
+            for name, match in matches.items()
+            if match and match["linear"] == "A" and shapes[name]
+        }

@@ -1,0 +1,82 @@
+"""The matrix for adapters: each request has its own or none, in one batch with the others."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.drafted_columns import EAGER, METHODS
+from helpers.matrix import (
+    BITS,
+    COLUMNS,
+    SERVED,
+    Column,
+    by_tier,
+    checked_bits,
+    checked_tokens,
+    make_model,
+    reference_outputs,
+    reference_tokens,
+)
+from helpers.optional_native import needs_native
+
+from kvik.engine.output import RequestOutput
+
+NAMES = (
+    *("batch", "torch", "chunks of 5", "prefix hits, chunks", "preemption, chunks", "disk tier"),
+    *("swap, siblings, three steps in flight", "two threads", "moved", "recorded"),
+    *("replica", "tenants, preemption"),
+)
+EVERY = [c for c in [*COLUMNS, *SERVED] if c.name in NAMES]
+DRAFTED = [
+    Column(f"drafts by {method}", {"spec_method": method, **EAGER, **more})
+    for method, more in METHODS.items()
+]
+MOVING = ("disk tier", "swap, siblings, three steps in flight", "moved")  # not states
+
+
+def of_models(columns: list[object], *names: str) -> list[object]:
+    """Return the models, each with the columns that it supports."""
+    return [
+        pytest.param(name, *column.values, marks=column.marks, id=f"{name}-{column.values[0].name}")
+        for name in names
+        for column in columns
+        if name != "states" or column.values[0].name not in MOVING
+    ]
+
+
+@pytest.fixture(scope="module")
+def model(request, tmp_path_factory) -> dict[str, object]:
+    return make_model(f"adapted {request.param}", tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def expected(model) -> list[list[int]]:
+    found = reference_tokens(model)
+    assert found != reference_tokens({**model, "adapters": {}})
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_at_a_time(model) -> list[RequestOutput]:
+    return reference_outputs({**model, "dtype": "bfloat16"})
+
+
+MODELS = "bundled", "windowed", "latent", "states"
+
+
+@pytest.mark.parametrize(
+    ("model", "column"),
+    [*of_models(by_tier(EVERY), *MODELS), *of_models(by_tier(DRAFTED), "bundled")],
+    indirect=["model"],
+)
+def test_tokens_do_not_depend_on_the_adapters_of_others(model, expected, column):
+    checked_tokens(column, model, expected)
+
+
+OF_BITS = [pytest.param(c) for c in EVERY if c.name in {c.name for c in BITS}]
+
+
+@needs_native
+@pytest.mark.parametrize(("model", "column"), of_models(OF_BITS, *MODELS), indirect=["model"])
+def test_native_logprobs_are_the_same_to_the_bit(model, one_at_a_time, column, caplog):
+    checked_bits(column, model, "bfloat16", one_at_a_time)
+    assert not caplog.records  # every step was replayed

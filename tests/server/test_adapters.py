@@ -1,0 +1,105 @@
+"""Adapters are models to clients: a request names one as its model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from helpers.adapters import draw_pairs, linear_layers, write_adapter
+from helpers.http_server import ask
+from helpers.served_engine import make_engine
+from helpers.story_site import NAMES, Site, every_route, story_site
+
+from kvik.config.config import EngineConfig
+from kvik.errors import ConfigError
+from kvik.launch import launch, resolve_config
+
+PROMPT = "Once upon a time"
+MESSAGES = [{"role": "user", "content": PROMPT}]
+OPTIONS = {"device": "cpu", "dtype": "float32", "threads": 1, "max_num_seqs": 8, "num_blocks": 64}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("adapters")
+    layers = linear_layers(resolve_config(EngineConfig()).model)
+    folders = {
+        name: write_adapter(folder / name, draw_pairs(layers, seed=seed, size=0.5))
+        for seed, name in enumerate(("pirate", "org/poet"))
+    }
+    named = tuple(f"{name}={path}" for name, path in folders.items())
+    engine = launch(EngineConfig(**OPTIONS, max_model_len=512, adapters=named))
+    with story_site(every_route, engine=make_engine(engine.resolved, engine.loop.executor)) as made:
+        yield made
+        made.at_rest()
+    engine.loop.close()
+
+
+def test_they_are_listed_after_the_names_of_the_model(site: Site) -> None:
+    listed = ask(site.server, "GET", "/v1/models").json["data"]
+    assert [(one["id"], one["parent"]) for one in listed] == [
+        *((name, None) for name in NAMES),
+        *((name, NAMES[0]) for name in ("pirate", "org/poet")),
+    ]
+    assert ask(site.server, "GET", "/v1/models/org/poet").json["root"] == "org/poet"
+
+
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": PROMPT},
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/messages": {"messages": MESSAGES},
+    "/v1/responses": {"input": PROMPT},
+    "/completion": {"prompt": PROMPT},
+    "/v1/embeddings": {"input": PROMPT},
+}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_each_route_answers_with_the_named_one(site: Site, path: str) -> None:
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    more = {} if path == "/v1/embeddings" else {"temperature": 0, limit: 24}
+    answers = {}
+    for name in (NAMES[0], "pirate", "org/poet"):
+        reply = ask(site.server, "POST", path, {**ROUTES[path], **more, "model": name})
+        assert reply.status == 200 and reply.json["model"] == name
+        for key in ("choices", "content", "output", "data"):
+            if key in reply.json:
+                answers[name] = str(reply.json[key])
+                break
+    parts = [answer.partition("'id'")[0] for answer in answers.values()]
+    if path == "/v1/responses":
+        parts = [answer.partition("'text'")[2] for answer in answers.values()]
+    assert len(set(parts)) == 3
+
+
+def test_kviks_own_route_names_it_as_a_parameter(site: Site) -> None:
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 24}
+    texts = [
+        ask(site.server, "POST", "/v1/generate", {**body, "adapter": name}).json["text"]
+        for name in ("", "pirate")
+    ]
+    expected = [
+        ask(site.server, "POST", "/v1/completions", {**body, "model": name}).json["choices"]
+        for name in (NAMES[0], "pirate")
+    ]
+    assert texts == [choices[0]["text"] for choices in expected] and texts[0] != texts[1]
+
+
+def test_others_are_not_found(site: Site) -> None:
+    reply = ask(site.server, "POST", "/v1/completions", {"prompt": PROMPT, "model": "poet"})
+    assert (reply.status, reply.error["param"]) == (404, "model")
+    assert "pirate, org/poet" in reply.error["message"]
+    reply = ask(site.server, "POST", "/v1/generate", {"prompt": PROMPT, "adapter": "poet"})
+    assert (reply.status, reply.error["param"]) == (400, "adapter")
+
+
+def test_a_name_of_the_model_itself_is_refused(site: Site) -> None:
+    config = site.engine.client.config
+    adapter = replace(config.runner.adapters[0], name=NAMES[0])
+    config = replace(config, runner=replace(config.runner, adapters=(adapter,)))
+    engine = make_engine(config, site.engine.executor)
+    refused = pytest.raises(ConfigError, match="adapters: 'stories' is a name of the model itself")
+    with refused, story_site(every_route, engine=engine):
+        pass
