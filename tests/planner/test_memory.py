@@ -18,7 +18,7 @@ from kvik.config.draft_heads import HeadsSpec, heads_for, shipped_heads
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.memory import RANK_BYTES, MemoryPlan, StepSize
 from kvik.config.model_source import BUNDLED
-from kvik.config.speculative import DraftSource
+from kvik.config.speculative import OWN_HEAD, DraftSource
 from kvik.config.units import GIB
 from kvik.errors import ConfigError
 from kvik.models.model_spec import read_model_spec
@@ -177,6 +177,25 @@ def test_a_drafter_takes_the_memory_of_the_engines_plan(method: str, machine: st
     assert found.weights == alone.weights + found.draft_weights
     check_same(found, planned(model.spec, hardware, source, **options).memory)
     assert found.total > alone.total
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(
+    "of_model",
+    [
+        {**PUBLIC["Qwen3.5-9B"], "num_hidden_layers": 4},
+        {**config("glm-4.5-air"), "num_hidden_layers": 3, "n_routed_experts": 16},
+    ],
+)
+def test_the_own_head_takes_the_memory_of_the_engines_plan(
+    of_model: dict[str, Any], machine: str
+) -> None:
+    model, hardware = shape_from_config(of_model, "m"), MACHINES[machine]
+    options = {"dtype": "bfloat16", "spec_method": "mtp", **REQUESTS}
+    alone = memory_of(model, setting(hardware))
+    found = memory_of(model.with_own_head(), setting(hardware, source=OWN_HEAD))
+    assert found.weights == alone.weights + found.draft_weights
+    check_same(found, planned(model.spec, hardware, **options).memory)
 
 
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])

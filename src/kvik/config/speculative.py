@@ -119,6 +119,7 @@ class DraftSource:
 
 
 NO_SOURCE = DraftSource()
+OWN_HEAD = DraftSource(MTP)  # for plans with the model's own head
 
 
 @dataclass(frozen=True, slots=True)

@@ -406,7 +406,8 @@ class Setting:
             layers.
         utilization: fraction of the device's memory that the engine may use.
         hardware: facts about a real machine; None: derived from `device`.
-        source: model or heads that draft, whole on each device.
+        source: model or heads that draft, whole on each device; if it is `OWN_HEAD`, the shape of
+            the model has its head (`ModelShape.with_own_head`).
     """
 
     device: Device

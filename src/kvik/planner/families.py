@@ -347,7 +347,7 @@ def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
     dtype, stored, notes = _stored_format(fields)
     predicting = fields.integer("num_nextn_predict_layers", 0, MAX_LAYERS, 0)
     if predicting:
-        notes += (f"layers for multi-token prediction are not counted: {predicting}",)
+        notes += (f"layers for multi-token prediction count only with --draft mtp: {predicting}",)
     return ModelShape(
         name=name,
         architecture=spec.architecture,

@@ -18,6 +18,7 @@ from kvik.config.hardware import Gpu, Hardware
 from kvik.config.memory import RANK_BYTES, Limit, MemoryPlan, StepSize
 from kvik.config.parallel import check_group, repeated_bytes, stage_ends
 from kvik.config.resolve import as_drafting
+from kvik.config.speculative import MTP, OWN_HEAD
 from kvik.core.config import RESERVED_BLOCKS, CacheConfig
 from kvik.errors import ConfigError
 from kvik.models.model_spec import ModelSpec
@@ -176,7 +177,7 @@ class MemoryPlanner:
         drafting = requested_speculation(config)
         try:
             if drafting is not None:
-                spec = as_drafting(drafting, spec, ends if at.exact else (), at.source)
+                spec = as_drafting(drafting, spec, ends if at.exact else (), at.source, at.tp)
                 footprint = replace(footprint, spec=spec)
             footprint = with_drafter(footprint, drafting, at.source)
         except ConfigError as error:
@@ -203,8 +204,16 @@ class MemoryPlanner:
             kv_padding=parts.kv_cache - at.batch * cached,
             step_tokens=size.max_num_batched_tokens,
             largest_batch=largest(lambda batch: self._fits(at.context, batch), MAX_REQUESTS),
-            draft_weights=sum(part.weights for part in (footprint.draft, footprint.heads) if part),
+            draft_weights=self._draft_weights,
         )
+
+    @property
+    def _draft_weights(self) -> int:
+        shape, footprint = self.shape, self.fit.footprint
+        if self.at.source == OWN_HEAD:
+            head = shape.layers[-1]
+            return shape.bytes_of(head.matrices, head.other_parameters, self.at.weight_format)
+        return sum(part.weights for part in (footprint.draft, footprint.heads) if part)
 
     @property
     def total(self) -> int:
@@ -337,6 +346,7 @@ def _computing(shape: ModelShape, at: Setting) -> tuple[EngineConfig, ModelSpec,
         spec, quantization = shape.like, "none"
     dtype = shape.working_dtype(at.weight_format)
     method = heads.kind if heads else "draft_model" if at.source.spec else None
+    method = MTP if at.source == OWN_HEAD else method
     config = EngineConfig(
         dtype=dtype,
         quantization=quantization,
@@ -344,7 +354,7 @@ def _computing(shape: ModelShape, at: Setting) -> tuple[EngineConfig, ModelSpec,
         tensor_parallel_size=at.tp,
         pipeline_parallel_size=at.pp if at.exact else 1,
         spec_method=method,
-        spec_model=at.source.path if method else None,
+        spec_model=at.source.path if method not in (None, MTP) else None,
     )
     hardware = at.hardware or hardware_of(at.device)
     device = "cpu" if at.exact else "cuda:0"

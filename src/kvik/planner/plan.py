@@ -13,7 +13,7 @@ from kvik.config.draft_heads import KINDS, MEDUSA, heads_for
 from kvik.config.hardware import Hardware, detect, find_gpus
 from kvik.config.memory import HeadsFootprint, Limit
 from kvik.config.model_source import CONFIG
-from kvik.config.speculative import NO_SOURCE, DraftSource
+from kvik.config.speculative import MTP, NO_SOURCE, OWN_HEAD, DraftSource
 from kvik.errors import ConfigError, ModelError
 from kvik.options import FORMERLY, Integer, Number, OneOf, Text, normalised, option
 from kvik.planner.calibration import calibration_path
@@ -169,7 +169,10 @@ class Question:
         None, Integer(1, 1 << 24), "tokens of a request's context that are output; None: a quarter"
     )
     draft: str | None = option(
-        None, Text(), "model that drafts for speculative decoding, or folder of draft heads"
+        None,
+        Text(),
+        "model that drafts for speculative decoding, or folder of draft heads; mtp: the model's "
+        "own head",
     )
     draft_cost: float | None = option(
         None,
@@ -396,6 +399,10 @@ def draft_seconds(shape: ModelShape, at: Setting) -> float:
     Heads are read from memory, with the model's head if they have none."""
     if not at.source.path:
         return 0.0
+    if at.source == OWN_HEAD:
+        read = (*shape.layers[-1].matrices, *(m for m in shape.matrices if m.role == "head"))
+        size = sum(shape.read_of(matrix, at.weight_format, at.batch) for matrix in read)
+        return size / at.device.read_rate(size)
     if (heads := at.source.heads) is not None:
         head = (m for m in shape.matrices if m.role == "head" and not heads.own_logits)
         size = sum(shape.read_of(matrix, at.weight_format, 1) for matrix in head)
@@ -417,6 +424,8 @@ def draft_source(name: str | None, shape: ModelShape) -> DraftSource:
         return NO_SOURCE
     if not name:
         raise ModelError("draft", "must name a model or heads")
+    if name == MTP:
+        return OWN_HEAD
     folder = Path(name).expanduser()
     if os.path.isfile(folder / CONFIG):
         values = read_json(folder / CONFIG)
@@ -690,6 +699,8 @@ def setting_of(
         ConfigError: as `MemoryPlanner.of`.
     """
     shape = replace(shape, dtype=_dtype(shape, device, question, hardware))
+    if question.draft == MTP:
+        shape = shape.with_own_head()
     plain = weight_facts(shape.stored).dtype
     weights = question.dtype or (weight_format(shape.dtype) if plain else shape.stored)
     computed = shape.working_dtype(weights)
