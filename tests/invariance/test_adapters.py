@@ -30,6 +30,7 @@ DRAFTED = [
     Column(f"drafts by {method}", {"spec_method": method, **EAGER, **more})
     for method, more in METHODS.items()
 ]
+OWN_HEAD = Column("drafts by mtp", {"spec_method": "mtp", **EAGER})  # it has no adapters
 MOVING = ("disk tier", "swap, siblings, three steps in flight", "moved")  # not states
 
 
@@ -65,7 +66,11 @@ MODELS = "bundled", "windowed", "latent", "states"
 
 @pytest.mark.parametrize(
     ("model", "column"),
-    [*of_models(by_tier(EVERY), *MODELS), *of_models(by_tier(DRAFTED), "bundled")],
+    [
+        *of_models(by_tier(EVERY), *MODELS),
+        *of_models(by_tier(DRAFTED), "bundled"),
+        *of_models(by_tier([OWN_HEAD]), "latent", "states"),
+    ],
     indirect=["model"],
 )
 def test_tokens_do_not_depend_on_the_adapters_of_others(model, expected, column):
