@@ -207,7 +207,7 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // ids, weights as `route` makes them; no expert twice in a row; an id below 0 is no expert; weights null: all 1.
 // weigh_inputs: x is multiplied by the weight, and rounded to its dtype, instead of the output of down. up, down:
 // `ExpertMatrix` [count], all of one kind; the biases of gate and up are bias_pair apart. residual (or null) and y have
-// the dtype of x. part 0: everything. Otherwise made [rows * active, ..], of the dtype of x, holds the intermediate
+// the dtype of x, and may be the same. part 0: everything. Otherwise made [rows * active, ..], of the dtype of x, holds the intermediate
 // activations, ordered by expert, then row: part 1 computes `inner` columns of made from `inputs` columns of x; part 2
 // `outputs` columns of y from `inner` of made. Or up and down have only `owned` of `count` experts, from `first` on:
 // part 3 writes their unweighted outputs to y [rows * active, outputs] fp32, ordered by expert, then row; part 4 sums

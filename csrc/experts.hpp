@@ -475,6 +475,7 @@ void experts(const experts_args& a, Team& team) {
         for (int64_t i = 0; a.weigh_inputs && i < pairs; i++) s.weight[i] = 1.0f;
     };
     if (a.part == 4 || (!s.chosen && a.part != 1 && a.part != 3)) {
+        if (!s.count && a.y == a.residual) return;
         weigh_nothing();
         sum_experts(a, s, team);
     } else if (s.chosen) {

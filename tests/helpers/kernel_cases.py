@@ -503,6 +503,7 @@ def _experts() -> list[Case]:
                 f"{rows}-{name}{'-weighed' * router.weigh_inputs}",
                 partial(_mixture, router, rows, *kind),
                 _run_experts,
+                spoiled=(4,),
                 product=True,
             )
             for router, sizes in (
@@ -514,7 +515,12 @@ def _experts() -> list[Case]:
         ),
         *(
             Case(
-                "experts", f"{name}-adapters", partial(_adapters, ids), _run_adapters, product=True
+                "experts",
+                f"{name}-adapters",
+                partial(_adapters, ids),
+                _run_adapters,
+                spoiled=(3,),
+                product=True,
             )
             for name, ids in {
                 "one": [2],

@@ -166,8 +166,8 @@ def test_native_experts_are_sums_of_native_products(isa: str, kind: str) -> None
         experts = replace(experts, weigh_inputs=weighed)
         x, ids, shares = routed(rows, dtype, loads)
         residual = x.flip(0).contiguous() if rows > 1 else None
-        found = ops.experts(x, ids, shares, experts, residual)
         expected = experts_by(ops.linear)(x, ids, shares, experts, residual)
+        found = ops.experts(x, ids, shares, experts, residual)
         tolerance = 1e-5 if dtype == torch.float32 else 5e-2
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_models import greedy_and_scores, save_tiny
+from helpers.tiny_models import GREEDY, greedy_and_scores, save_tiny, tokens
 from transformers import AutoModelForCausalLM
+
+from kvik import LLM
 
 pytestmark = [
     pytest.mark.nightly,
@@ -31,6 +33,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("Qwen2", {"target_modules": ["q_proj", "embed_tokens"]}),
     ("Qwen2", {"target_modules": ["q_proj", "v_proj"], "bias": "all"}),
 ]
+MERGED_ONLY = {"lm_head", "embed_tokens"}
 
 
 @pytest.mark.parametrize(("family", "config"), CASES)
@@ -56,3 +59,10 @@ def test_the_answers_are_those_of_the_model_that_peft_merges(
     )
     assert found == expected != plain
     assert torch.allclose(found_scores, scores, atol=1e-4)
+    named = {*config["target_modules"], *config.get("modules_to_save", ())}
+    if named.isdisjoint(MERGED_ONLY) and "bias" not in config:
+        adapters = {"adapter": tmp_path / "adapter"}
+        chosen = GREEDY.with_changes(adapter="adapter")
+        with LLM(str(tmp_path / "model"), dtype="float32", device="cpu", adapters=adapters) as llm:
+            (output,) = llm.generate([tokens(9)], chosen)
+        assert output.outputs[0].token_ids == expected

@@ -189,7 +189,7 @@ class Ops:
         -> [tokens, outputs], residual + the sum over a token's experts of weight * down(up(x)), in
         fp32 and by ascending id; if `ExpertSet.weigh_inputs`, of down(up(weight * x)), with weight
         * x in the dtype of x. ids and weights as returned by `route`; an id below 0 is no expert;
-        weights None: all 1
+        weights None: all 1. The residual may be overwritten and returned
     linear_each(x [tokens, heads, inputs], matrix, outputs) -> [tokens, heads, outputs], dense, in
         the dtype of x: head h times rows h R .. h R + outputs of the matrix, which has heads * R
         rows of floats and no bias. R is a multiple of 32

@@ -80,7 +80,7 @@ class Tracing(Observer):
         attributes: dict[str, str | int | float | tuple[str, ...]] = {
             "gen_ai.operation.name": record.operation,
             "gen_ai.provider.name": SERVICE,
-            "gen_ai.request.model": self._model_name,
+            "gen_ai.request.model": params.adapter or self._model_name,
             "gen_ai.response.id": record.request_id,
             "gen_ai.response.finish_reasons": (reason,),
             "gen_ai.request.temperature": params.temperature,

@@ -5,5 +5,6 @@ declare layers, which `nn/builder.py` builds. `weight_kind.py` describes weights
 `weights.py` chooses the kind of each layer, and `stored_weights.py` describes weights in
 checkpoints. `kv.py` has the layers and formats of the KV cache and the states of other layers,
 `visible_keys.py` which keys a query sees and so which blocks a request needs, `rope.py` rotary
-positions, `engine_folder.py` the manifest of engine folders, `fields.py` validated reading of JSON.
+positions, `adapters.py` adapters that requests choose, `engine_folder.py` the manifest of engine
+folders, `fields.py` validated reading of JSON.
 """

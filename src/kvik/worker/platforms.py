@@ -240,7 +240,7 @@ class NativePlatform(Platform):
         from kvik.attention.cpu import CpuAttention
         from kvik.attention.cpu_group import GroupAttention
         from kvik.kernels.cpu.buffers import zeros
-        from kvik.kernels.cpu.group import Group, group_ops, group_packing
+        from kvik.kernels.cpu.group import Group, group_ops, group_packing, own_ops
         from kvik.kernels.cpu.matrix import TILES
         from kvik.kernels.cpu.native import Native, notices
         from kvik.kernels.cpu.ops import native_ops
@@ -251,7 +251,7 @@ class NativePlatform(Platform):
         self.team = Team(self.native, runner.threads, pace_of(runner.cpu_quota))
         for notice in notices():
             log.warning(notice)
-        ops = own_ops = native_ops(self.native)
+        ops = alone = native_ops(self.native)
         backend = select_backend(runner.attention_backend, ops, device, dtype, self.native)
         self.group: Group | None = None
         self._ranks = None if setup is None else setup.ranks
@@ -265,11 +265,11 @@ class NativePlatform(Platform):
                 setup.size,
                 whole_experts=runner.expert_parallel,
             )
-            ops = group_ops(self.native, ops, self.group)
+            ops, alone = group_ops(self.native, ops, self.group), own_ops(self.native, ops)
             packing = group_packing(self.native, self.group)
             backend = GroupAttention(backend, ops, self.group)
         self.parts = PlatformParts(
-            device, dtype, ops, own_ops, packing, NATIVE_DRAW_BYTES, backend, zeros
+            device, dtype, ops, alone, packing, NATIVE_DRAW_BYTES, backend, zeros
         )
         self._config = config
         self._block_size = cache.block_size

@@ -29,8 +29,13 @@ class Addresses:
 class CpuExperts:
     """The router, and the experts that it chooses."""
 
-    def __init__(self, native: Native) -> None:
+    def __init__(self, native: Native, *, shared: bool = False) -> None:
+        """
+        Args:
+            shared: other processes read residuals, which must not change.
+        """
         self.native = native
+        self._shared = shared
 
     def route(
         self, logits: Tensor, router: Router, correction: Tensor | None, scales: Tensor | None
@@ -73,7 +78,9 @@ class CpuExperts:
         residual: Tensor | None,
     ) -> Tensor:
         """See `Ops.experts`."""
-        y = self.native.empty(x.shape[0], experts.outputs, dtype=x.dtype)
+        y = residual
+        if y is None or self._shared:
+            y = self.native.empty(x.shape[0], experts.outputs, dtype=x.dtype)
         self.launch(0, x, ids, weights, experts, residual, None, y)
         return y
 

@@ -400,6 +400,11 @@ def group_packing(native: Native, group: Group) -> Packing:
     return replace(TILES, over=CutMatrices(CpuMatrices(native), group).over, divided=True)
 
 
+def own_ops(native: Native, ops: Ops) -> Ops:
+    """Return the operations of a process alone, on inputs that it shares with others."""
+    return replace(ops, experts=CpuExperts(native, shared=True).experts)
+
+
 def group_ops(native: Native, ops: Ops, group: Group) -> Ops:
     """Return the operations whose products are divided among the processes."""
     cut = CutMatrices(CpuMatrices(native), group)

@@ -555,7 +555,9 @@ def _combined(
 ) -> Tensor:
     """Return the sum over the experts of a token, and the residual, in the dtype of `like`."""
     (tokens, active), dim = ids.shape, made.shape[1]
-    y = torch.empty(tokens, dim, dtype=like.dtype, device=like.device)
+    y = residual
+    if y is None or not y.is_contiguous():
+        y = torch.empty(tokens, dim, dtype=like.dtype, device=like.device)
     block = min(PIECE, power_of_two(dim))
     stride, filled = 0 if residual is None else residual.stride(0), power_of_two(active)
     tensors, grid = (made, ids, weights, residual, y), (tokens, ceil_div(dim, block))
