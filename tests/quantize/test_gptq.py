@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from helpers.calibrated import normal, relative_error
@@ -110,9 +108,6 @@ def full_inverse(hessian: Tensor, order: Tensor, damping: float) -> Tensor:
     """The common mistake: rows of the whole inverse, which still contain the finished columns."""
     damped = hessian.double() + damping * hessian.diagonal().mean() * torch.eye(len(order))
     return torch.linalg.inv(damped).float()
-
-
-Method = Callable[[Tensor, Tensor, Grid], Quantised]
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -95,11 +95,7 @@ def test_matches_the_reference(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [
-        (c, d)
-        for c, d in chosen()
-        if c.name.split("-")[1] in ("int4", "mxfp4", "nvfp4", "iq4", "int8", "fp8")
-    ],
+    [(c, d) for c, d in chosen() if c.name.split("-")[1] in UNROUNDED],
     ids=lambda v: getattr(v, "name", str(v)),
 )
 def test_widened_weights_match_the_reference(

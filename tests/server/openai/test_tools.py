@@ -27,7 +27,6 @@ TOOLS: list[Any] = [
 ]
 ASKED: list[Any] = [{"role": "user", "content": "Is it warm?"}]
 ONLY_WEATHER = {"type": "function", "function": {"name": "get_weather"}}
-ALLOWED = {"mode": "required", "tools": [ONLY_WEATHER]}
 
 
 site = site_fixture(openai_routes, template=TEMPLATE)
