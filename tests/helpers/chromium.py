@@ -176,7 +176,6 @@ class Browser:
         return self._runner.run(work)
 
     async def _open(self) -> None:
-        assert self._process.stderr is not None
         loop = asyncio.get_running_loop()
         line = ""
         while not line.startswith("DevTools listening on "):

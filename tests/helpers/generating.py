@@ -138,7 +138,6 @@ async def output_of(generation: Generation) -> RequestOutput:
         await wait_for_change(generation)
     if generation.failure is not None:
         raise generation.failure
-    assert generation.result is not None
     return generation.result
 
 

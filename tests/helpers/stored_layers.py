@@ -35,9 +35,7 @@ def golden(case: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def read(config: dict[str, Any], layers: Iterable[str] = LAYERS) -> StoredQuantization:
     """Parse the config of a model with these linear layers."""
-    stored = read_stored_quantization(Fields({"quantization_config": config}), layers)
-    assert stored is not None
-    return stored
+    return read_stored_quantization(Fields({"quantization_config": config}), layers)
 
 
 def awq_config(**changes: Any) -> dict[str, Any]:

@@ -60,9 +60,7 @@ def judge(work: Work, time: LoopTime, device: Device = DEVICE) -> Efficiency:
 
 
 def floor_of(work: Work) -> float:
-    floor = judge(work, LoopTime(executor=1.0)).floor
-    assert floor is not None
-    return floor
+    return judge(work, LoopTime(executor=1.0)).floor
 
 
 def test_bytes_and_operations_of_decoding() -> None:
@@ -222,7 +220,6 @@ def test_a_group_uses_the_calibration_of_all_its_threads(
     monkeypatch.setattr("kvik.planner.efficiency.detect", lambda: hardware)
     monkeypatch.setattr("kvik.planner.efficiency.load", lambda path: calibration())
     spec = read_shape("").spec
-    assert spec is not None
     wishes = EngineConfig(device="cpu", threads=2, tensor_parallel_size=ranks)
     resolved = resolve(wishes, spec, hardware, "")
     assert resolved.runner.threads == 2 // ranks

@@ -90,7 +90,6 @@ def test_ordered_inputs_are_not_divided(ordered: bool) -> None:
     stored = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": ordered}
     whole = shape_from_config({**config("llama-3.1-8b"), "quantization_config": stored}, "m")
     kind = whole.kind_of(next(m for m in whole.matrices if m.role == "o"), "int4")
-    assert kind is not None
     between = Between(32, 128, 8, read=True)
     divides = cuts_inputs(kind, 4096, [between.of_rank(rank, 2) for rank in range(2)])
     parts = {m.role: m for m in share(whole, 2, 1).matrices}

@@ -22,7 +22,6 @@ from kvik.planner.roofline import PlannedStep, decode, prefill, step_time
 from kvik.planner.search import largest, smallest
 from kvik.planner.serving import (
     Drafting,
-    Prediction,
     Serving,
     Slo,
     Traffic,
@@ -43,37 +42,32 @@ def serving(traffic: Traffic = TRAFFIC, device: Device = DEVICE, budget: int = 2
     return set_up(SHAPE, Setting(device, "bf16", "bf16", traffic.context), 256, budget)
 
 
-def exists(found: Prediction | None) -> Prediction:
-    assert found is not None
-    return found
-
-
 def seconds(step: PlannedStep) -> float:
     return step_time(SHAPE, Setting(DEVICE, "bf16", "bf16"), step).expected
 
 
 def test_one_request_alone() -> None:
-    found = exists(predict(serving(), TRAFFIC, 1))
+    found = predict(serving(), TRAFFIC, 1)
     assert found.ttft == pytest.approx(seconds(prefill(512)))
     assert found.tpot == pytest.approx(seconds(decode(1, 512 + 64 + 1)))
     assert found.e2e == pytest.approx(found.ttft + 127 * found.tpot)
 
 
 def test_a_long_prompt_is_computed_in_chunks() -> None:
-    found = exists(predict(serving(budget=256), TRAFFIC, 1))
+    found = predict(serving(budget=256), TRAFFIC, 1)
     halves = seconds(prefill(256)) + seconds(prefill(256, 256))
     assert found.ttft == pytest.approx(halves, rel=0.01)
 
 
 def test_an_output_of_one_token_has_no_tpot() -> None:
-    found = exists(predict(serving(Traffic(512, 1)), Traffic(512, 1), 1))
+    found = predict(serving(Traffic(512, 1)), Traffic(512, 1), 1)
     assert (found.tpot, found.e2e) == (0.0, pytest.approx(seconds(prefill(512))))
 
 
 @pytest.mark.parametrize(("concurrency", "output"), [(1, 128), (64, 1), (200, 20), (2000, 128)])
 def test_little_s_law_and_the_sum_of_times(concurrency: int, output: int) -> None:
     traffic = Traffic(512, output)
-    found = exists(predict(serving(traffic), traffic, concurrency))
+    found = predict(serving(traffic), traffic, concurrency)
     assert found.rate * found.e2e == pytest.approx(concurrency)
     assert found.e2e == pytest.approx(found.ttft + (output - 1) * found.tpot)
     assert found.output_rate == pytest.approx(found.rate * output)
@@ -81,7 +75,7 @@ def test_little_s_law_and_the_sum_of_times(concurrency: int, output: int) -> Non
 
 def test_requests_without_a_slot_wait_for_the_first_token() -> None:
     full = replace(serving(), max_fitting=10)
-    ten, thirty = exists(predict(full, TRAFFIC, 10)), exists(predict(full, TRAFFIC, 30))
+    ten, thirty = predict(full, TRAFFIC, 10), predict(full, TRAFFIC, 30)
     assert thirty.rate == pytest.approx(ten.rate)
     assert thirty.tpot == ten.tpot
     assert thirty.e2e == pytest.approx(3 * ten.e2e)
@@ -202,7 +196,7 @@ def test_predictions_match_the_real_scheduler(
     traffic: Traffic, concurrency: int, budget: int
 ) -> None:
     served = replace(serving(traffic), budget=budget)
-    found = exists(predict(served, traffic, concurrency))
+    found = predict(served, traffic, concurrency)
     ttft, tpot, rate = simulate(served, traffic, concurrency)
     assert found.rate == pytest.approx(rate, rel=0.12)
     assert found.tpot == pytest.approx(tpot, rel=0.12)
@@ -224,39 +218,39 @@ def test_tighter_limits_never_allow_a_larger_load() -> None:
 
 def test_the_largest_load_keeps_the_limits_and_the_next_does_not() -> None:
     limits = Slo(ttft=0.2, tpot=0.02)
-    found = exists(largest_load(serving(), TRAFFIC, limits))
+    found = largest_load(serving(), TRAFFIC, limits)
     assert found.excess(limits) <= 1.0 and 1 < found.concurrency < 256
-    more = exists(predict(serving(), TRAFFIC, found.concurrency + 1))
+    more = predict(serving(), TRAFFIC, found.concurrency + 1)
     assert more.excess(limits) > 1.0
     assert largest_load(serving(), TRAFFIC, Slo(tpot=1e-6)) is None
-    assert exists(largest_load(serving(), TRAFFIC, Slo())).concurrency == 256
+    assert largest_load(serving(), TRAFFIC, Slo()).concurrency == 256
 
 
 @pytest.mark.parametrize("concurrency", [1, 8, 60, 256])
 def test_a_faster_machine_is_never_slower(concurrency: int) -> None:
-    before = exists(predict(serving(), TRAFFIC, concurrency))
+    before = predict(serving(), TRAFFIC, concurrency)
     for faster in (
         replace(DEVICE, bandwidth=4e12),
         replace(DEVICE, rates={"bf16": 900e12, "int8": 1800e12}),
     ):
         served = serving(device=faster)
-        after = exists(predict(served, TRAFFIC, concurrency))
+        after = predict(served, TRAFFIC, concurrency)
         assert after.ttft <= before.ttft and after.tpot <= before.tpot
         assert after.rate >= before.rate
         limits = Slo(0.1, 0.02)
         was, now = largest_load(serving(), TRAFFIC, limits), largest_load(served, TRAFFIC, limits)
-        assert exists(now).concurrency >= exists(was).concurrency
+        assert now.concurrency >= was.concurrency
 
 
 def test_random_arrivals() -> None:
     slow, fast = (
-        exists(predict_rate(serving(), TRAFFIC, 2.0)),
-        exists(predict_rate(serving(), TRAFFIC, 20.0)),
+        predict_rate(serving(), TRAFFIC, 2.0),
+        predict_rate(serving(), TRAFFIC, 20.0),
     )
     assert (slow.rate, slow.output_rate) == (2.0, 256.0)
     assert slow.concurrency < fast.concurrency and slow.ttft < fast.ttft
-    assert slow.ttft > exists(predict(serving(), TRAFFIC, 1)).ttft  # some arrive together
-    most = exists(predict(serving(), TRAFFIC, 256)).rate
+    assert slow.ttft > predict(serving(), TRAFFIC, 1).ttft  # some arrive together
+    most = predict(serving(), TRAFFIC, 256).rate
     assert predict_rate(serving(), TRAFFIC, 1.1 * most) is None
 
 
@@ -279,8 +273,8 @@ def test_the_wait_of_random_arrivals(
     traffic: Traffic, share: float, budget: int, count: int
 ) -> None:
     served = serving(traffic, budget=budget)
-    rate = share * exists(predict(served, traffic, served.max_running)).rate
-    found = exists(predict_rate(served, traffic, rate))
+    rate = share * predict(served, traffic, served.max_running).rate
+    found = predict_rate(served, traffic, rate)
     assert found.ttft == pytest.approx(simulate_at_random(served, traffic, rate, count), rel=0.25)
 
 
@@ -288,16 +282,16 @@ def test_the_wait_of_random_arrivals(
 def test_requests_wait_for_slots() -> None:
     """Eight at a time: most of the time to the first token is the wait for a slot."""
     served, traffic = replace(serving(Traffic(512, 64)), seqs=8), Traffic(512, 64)
-    rate = 0.7 * exists(predict(served, traffic, 8)).rate
-    found = exists(predict_rate(served, traffic, rate))
+    rate = 0.7 * predict(served, traffic, 8).rate
+    found = predict_rate(served, traffic, rate)
     assert found.ttft == pytest.approx(simulate_at_random(served, traffic, rate, 600), rel=0.3)
-    assert found.ttft > 1.5 * exists(predict_rate(serving(traffic), traffic, rate)).ttft
+    assert found.ttft > 1.5 * predict_rate(serving(traffic), traffic, rate).ttft
 
 
 @pytest.mark.parametrize("traffic", [Traffic(64, 1), Traffic(64, 8), Traffic(512, 1)])
 def test_prompts_that_share_steps_are_served_until_steps_are_full(traffic: Traffic) -> None:
     served = serving(traffic)
-    most = exists(predict(served, traffic, served.max_running)).rate
+    most = predict(served, traffic, served.max_running).rate
     assert predict_rate(served, traffic, 0.95 * most) is not None
     assert predict_rate(served, traffic, 1.05 * most) is None
 
@@ -305,32 +299,32 @@ def test_prompts_that_share_steps_are_served_until_steps_are_full(traffic: Traff
 @pytest.mark.parametrize("traffic", [Traffic(512, 1), Traffic(64, 2), TRAFFIC])
 def test_more_requests_never_lower_the_rate(traffic: Traffic) -> None:
     counts = (1, 2, 4, 8, 16, 17, 32, 64, 128, 129, 200, 256)
-    rates = [exists(predict(serving(traffic), traffic, n)).rate for n in counts]
+    rates = [predict(serving(traffic), traffic, n).rate for n in counts]
     assert all(more > 0.97 * fewer for fewer, more in pairwise(rates)), rates
 
 
 def test_a_shared_prefix_is_not_computed() -> None:
-    shared = exists(predict(serving(), replace(TRAFFIC, shared=256), 1))
+    shared = predict(serving(), replace(TRAFFIC, shared=256), 1)
     assert shared.ttft == pytest.approx(seconds(prefill(256, 256)))
-    whole = exists(predict(serving(), replace(TRAFFIC, shared=512), 1))
+    whole = predict(serving(), replace(TRAFFIC, shared=512), 1)
     assert whole.ttft == pytest.approx(seconds(prefill(1, 512)), rel=0.01)
 
 
 def test_drafts_without_cost_gain_by_the_formula() -> None:
-    plain = exists(predict(serving(), TRAFFIC, 1))
+    plain = predict(serving(), TRAFFIC, 1)
     served = replace(serving(), drafting=Drafting(3, 0.8))
     gain = (1 - 0.8**4) / (1 - 0.8)
-    found = exists(predict(served, TRAFFIC, 1))
+    found = predict(served, TRAFFIC, 1)
     assert found.tpot == pytest.approx(plain.tpot / gain, rel=0.05)  # four rows read little more
     dear = replace(serving(), drafting=Drafting(3, 0.8, seconds=1.0))
-    assert exists(predict(dear, TRAFFIC, 1)).tpot > plain.tpot
+    assert predict(dear, TRAFFIC, 1).tpot > plain.tpot
 
 
 def test_drafts_count_in_the_budget_of_a_step() -> None:
     plain = serving(budget=256)
     drafting = replace(plain, drafting=Drafting(3, 0.8))
     assert (plain.max_running, drafting.max_running) == (256, 64)  # 64 requests, 4 tokens each
-    assert exists(predict(drafting, TRAFFIC, 60)).ttft > exists(predict(plain, TRAFFIC, 60)).ttft
+    assert predict(drafting, TRAFFIC, 60).ttft > predict(plain, TRAFFIC, 60).ttft
 
 
 def test_budgets_are_halved() -> None:

@@ -300,7 +300,6 @@ class Session:
         """Send the signal and return the time."""
         pid = until(lambda: target(self.pid, rank), 60)
         engine = engine_of(self.pid)
-        assert engine is not None
         self._lost = engine
         self.seen |= {engine, *parts_of(engine)}
         self.crashes += 1
@@ -331,14 +330,12 @@ class Session:
                         assert re.search(which, answer.error["message"]), answer
 
     def _resources(self) -> tuple[tuple[ProcessResources, int], ...]:
-        engine = engine_of(self.pid)
-        assert engine is not None
-        return tuple((resources(pid), memory_files(pid)) for pid in (self.pid, engine))
+        pids = (self.pid, engine_of(self.pid))
+        return tuple((resources(pid), memory_files(pid)) for pid in pids)
 
     def _at_rest(self) -> None:
         """Check that nothing is left of earlier engines."""
         engine = engine_of(self.pid)
-        assert engine is not None
         ranks = parts_of(engine)
         assert sorted(children(self.pid)) == sorted((engine, *ranks)) and len(ranks) == 1
         until(lambda: all(map(gone, self.seen)), 10)

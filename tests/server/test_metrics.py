@@ -345,10 +345,8 @@ def test_the_ceilings_of_a_disturbed_calibration_are_described_as_such() -> None
     machine = MachineMetrics(CONFIG)
     metrics = made(machine=machine)[0]
     model = machine.model()
-    assert model is not None
     for disturbed in (False, True):
         device = measured_device()
-        assert device.calibration is not None
         found = replace_fields(device.calibration, disturbed=disturbed)
         machine._model = replace(model, device=replace(device, calibration=found))
         machine._readings.clear()

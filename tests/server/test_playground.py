@@ -37,9 +37,7 @@ site = site_fixture()
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[chromium.Browser]:
-    program = chromium.find()
-    assert program is not None
-    with chromium.Browser(program) as found:
+    with chromium.Browser(chromium.find()) as found:
         yield found
 
 

@@ -97,7 +97,6 @@ SHOWN = {
 def browser() -> Iterator[chromium.Browser]:
     app = App(playground_routes(), read_keys([]), Drain(), ServerConfig(host=""))
     program = chromium.find()
-    assert program is not None
     with http_server(app) as server, chromium.Browser(program) as found:
         found.go(server.url + "/")
         yield found

@@ -302,7 +302,6 @@ def test_the_process_stays_until_close(template: Make) -> None:
     assert chat.pid is None
     assert chat.render(USER) == chat.render(USER) == "hi"
     first = chat.pid
-    assert first is not None
     os.kill(first, signal.SIGKILL)  # while it is idle
     assert chat.render(USER) == "hi"
     second = chat.pid

@@ -61,7 +61,6 @@ def layer_of(case: str) -> tuple[dict[str, Tensor], dict[str, Tensor], StoredSch
     given, stored = golden(case)
     assert stored
     scheme = read(INTEGERS[case]).scheme("model.layers.0.mlp.down_proj")
-    assert scheme is not None
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     format = choose_format("layer", shapes, scheme, SHAPE)
     wanted = format.tensors(torch.float32)

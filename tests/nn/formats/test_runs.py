@@ -43,7 +43,6 @@ def test_runs(case: str) -> None:
 def test_a_last_word_that_is_not_full() -> None:
     """36 zero points of three bits, the last of which are in a separate word."""
     scheme = read(CONFIGS["packed-3"]).scheme("model.layers.0.mlp.down_proj")
-    assert scheme is not None
     format = PackQuantized(scheme, LinearShape(64, 36), {})
     codes = rounded(torch.randn(36, 64, generator=torch.Generator().manual_seed(1)), scheme)
     tensors = format.save(codes)

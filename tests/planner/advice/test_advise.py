@@ -104,7 +104,6 @@ def test_the_engine_takes_what_is_advised(model: str, device: Device, goal: Goal
     if found.obstacle:
         return
     shape, at = found.advised.shape, found.advised.at
-    assert shape.spec is not None
     config = replace(parsed(found.flags), max_model_len=found.traffic.context)
     resolved = resolve(config, shape.spec, hardware_of(at.device), "")
     assert weight_format(resolved.runner.dtype, resolved.runner.quantization) == at.weight_format
