@@ -96,7 +96,6 @@ def perplexity(options: Namespace) -> None:
         )
         with loaded(config) as (resolved, worker):
             tokenizer = load_tokenizer(resolved)
-            assert tokenizer is not None
             ids = tokenizer.encode(options.data.read_text(encoding="utf-8"))
             length = options.length or 1024
             texts = [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
@@ -242,7 +241,6 @@ def decode(model: str, file: str | None, options: Namespace) -> list[float]:
 def draw_cache(worker: Worker) -> None:
     """Fill the cache: memory pages that were never written all map to the same zero page."""
     runner = worker._runner
-    assert runner is not None
     for storage in runner.network.kv.storages:
         with torch.inference_mode():
             flat = storage.flatten()

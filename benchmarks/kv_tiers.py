@@ -97,7 +97,6 @@ def seconds_to_first(llm: LLM, tokens: Sequence[int], cached: int | None = None)
     """Return the time to the first token; `cached`: tokens that must be cache hits or loaded."""
     (output,) = llm.generate([list(tokens)], ONE)
     assert cached is None or output.num_cached_tokens == cached, output.num_cached_tokens
-    assert output.metrics.first_token is not None
     return output.metrics.first_token - output.metrics.arrival
 
 
@@ -127,7 +126,6 @@ def first(options: Namespace) -> None:
         words += ["--folder", str(options.folder), "--repeats", str(1000 + i)]
         words += ["--tp", str(options.tp), "--pp", str(options.pp)]
         with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
             cold.append(float(process.stdout.readline()))
             time.sleep(1.0)
             process.kill()
@@ -273,7 +271,6 @@ def lender(options: Namespace) -> None:
         loop.add(EngineRequest(f"{number}", tokens, ONE, lends=True))
         last = until_done(loop)
         loop.step()  # the lease begins
-        assert last.page_source is not None
         print(json.dumps(asdict(last.page_source)), flush=True)
 
 
@@ -286,10 +283,8 @@ def peer(options: Namespace) -> None:
     with subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdin is not None and process.stdout is not None
         loop = side(options, "decode", tokens)
         port, moves = int(process.stdout.readline()), loop.core.scheduler.moves
-        assert moves is not None
         counters, cache = moves.index.tiers["peer"].counters, loop.core.config.cache
         page_bytes = moves.index.sizes.page_bytes
         hashes: list[bytes] = []
@@ -333,7 +328,6 @@ def peer(options: Namespace) -> None:
 
 
 def lent(process: subprocess.Popen[str]) -> PageSource:
-    assert process.stdin is not None and process.stdout is not None
     process.stdin.write("lend\n")
     process.stdin.flush()
     return PageSource(**json.loads(process.stdout.readline()))
@@ -343,7 +337,6 @@ def seconds_to_fetch(
     peers: PeerPages, source: PageSource, keys: list[PageKey], cache: CacheConfig
 ) -> float:
     """Return the seconds of a fetch in two threads, as an engine does it."""
-    assert cache.tiers is not None
     sizes = cache.tiers.page_bytes
 
     def fetch(first: int) -> bool:

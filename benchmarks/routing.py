@@ -68,7 +68,7 @@ def choices(replicas: int, blocks: int, rounds: int = 2000) -> tuple[float, floa
         began = time.perf_counter()
         choice = router.choose(prompt, len(prompt) * 16, i * 0.001)
         seconds.append(time.perf_counter() - began)
-        assert choice is not None and choice.hit in (0, len(prompt) // 2)
+        assert choice.hit in (0, len(prompt) // 2)
     seconds.sort()
     return seconds[rounds // 2], seconds[rounds * 99 // 100]
 

@@ -129,13 +129,11 @@ class InProcess:
         )
 
     def ask(self, what: str, texts: Sequence[str], tokens: int) -> float:
-        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps([what, texts, tokens]) + "\n")
         self._process.stdin.flush()
         return float(self._process.stdout.readline())
 
     def close(self) -> None:
-        assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 

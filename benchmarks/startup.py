@@ -35,7 +35,6 @@ def seconds(command: Sequence[str]) -> float:
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
     ) as process:
-        assert process.stdout is not None and process.stderr is not None
         first = process.stdout.read(1)
         found = time.monotonic() - started
         process.stdout.read()

@@ -190,7 +190,6 @@ def measure(args: Namespace, folder: Path, format: str) -> dict[str, list[float]
         child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
-        assert child.stdout is not None
         # One engine at a time, as loading takes all cores.
         line = next((text for text in child.stdout if text.startswith("[")), "")
         if not line:
@@ -201,12 +200,10 @@ def measure(args: Namespace, folder: Path, format: str) -> dict[str, list[float]
     seconds: dict[str, list[float]] = {engine: [] for engine in running}
     for _ in range(args.rounds):
         for engine, child in running.items():
-            assert child.stdin is not None and child.stdout is not None
             child.stdin.write("\n")
             child.stdin.flush()
             seconds[engine].append(float(child.stdout.readline()))
     for child in running.values():
-        assert child.stdin is not None
         child.stdin.close()
         child.wait()
     return seconds

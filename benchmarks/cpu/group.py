@@ -132,7 +132,6 @@ def one_start(model: str, options: dict[str, object]) -> Start:
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
-        assert child.stdin is not None and child.stdout is not None
         child.stdout.readline()
         ready = time.perf_counter() - begun
         child.stdout.readline()  # it has written some tokens

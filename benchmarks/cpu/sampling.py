@@ -66,7 +66,6 @@ def main() -> None:
         for name, params in RULES.items():
             for rows in BATCHES:
                 random = plan(params, rows).random
-                assert random is not None
                 times = [
                     least_seconds(ops.draw, logits[:rows], random.draws) for ops in (TORCH, native)
                 ]
