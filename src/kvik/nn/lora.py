@@ -28,15 +28,13 @@ from kvik.kernels.ops import Ops
 from kvik.kernels.weights import Matrix, MatrixSpec, float_kind, float_weight
 from kvik.nn.checkpoint import (
     ROW_MULTIPLE,
-    WHOLE,
     Checkpoint,
-    FolderCheckpoint,
     Selection,
     TensorRun,
 )
 from kvik.nn.formats.base import LinearShape
 from kvik.nn.layers import Adapters
-from kvik.nn.safetensors import FLOATS, TensorEntry, read_header
+from kvik.nn.safetensors import FLOATS, Stored, TensorEntry, read_header
 from kvik.spec.adapters import TENSOR_NAME, Adapter
 from kvik.spec.fields import Fields, read_json
 from kvik.spec.stored_weights import Matcher, PatternError
@@ -65,29 +63,33 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What is added to a weight [outputs, inputs]: scale * b @ a.
+    """What is added to a weight [outputs, inputs]: scale * b @ a. The files are read when a matrix
+    is used, so that adapters are never in memory twice.
 
     Attributes:
-        a: [rank, inputs], in the dtype of the file.
+        a: [rank, inputs].
         b: [outputs, rank].
+        turned: both are stored transposed.
     """
 
-    a: Tensor
-    b: Tensor
+    a: Stored
+    b: Stored
     scale: float
+    turned: bool = False
 
     @property
-    def scaled(self) -> Tensor:
-        """b times the scale, fp32."""
-        return self.b.float() * self.scale
+    def shape(self) -> tuple[int, int]:
+        """Of the weight."""
+        return self.b.entry.shape[self.turned], self.a.entry.shape[not self.turned]
 
     @property
     def rank(self) -> int:
-        return len(self.a)
+        return self.a.entry.shape[self.turned]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return len(self.b), self.a.shape[1]
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """Return a and b, in the dtypes of the file."""
+        a, b = self.a.read(), self.b.read()
+        return (a.t(), b.t()) if self.turned else (a, b)
 
     def rows(self, first: int, count: int) -> Tensor:
         """Return rows first.. of the product, [count, inputs] fp32.
@@ -95,7 +97,8 @@ class LowRank:
         They are computed in whole tiles from row 0 on, so that their bits do not depend on the run.
         """
         start, end = first // ROW_MULTIPLE * ROW_MULTIPLE, first + count
-        a, b = self.a.float(), self.scaled
+        a, b = (matrix.float() for matrix in self.matrices())
+        b *= self.scale
         tiles = [b[i : i + ROW_MULTIPLE] @ a for i in range(start, end, ROW_MULTIPLE)]
         return torch.cat(tiles)[first - start : end - start]
 
@@ -104,7 +107,7 @@ class LowRank:
         if selection.in_runs:
             added = self.rows(run.first, len(run.values))
         else:
-            added = selection.of(self.rows(0, len(self.b)))
+            added = selection.of(self.rows(0, self.shape[0]))
         return added.add_(run.values).to(run.values.dtype)
 
 
@@ -112,19 +115,18 @@ class LowRank:
 class Whole:
     """A tensor that takes the place of the model's."""
 
-    values: Tensor
+    stored: Stored
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.values.shape)
+        return self.stored.entry.shape
 
     def merged_into(self, run: TensorRun, selection: Selection) -> Tensor:
         """Return the values in place of those of a run."""
-        values = self.values
         if selection.in_runs:
-            values = values[run.first : run.first + len(run.values)]
+            values = self.stored.read(run.first, len(run.values))
         else:
-            values = selection.of(values)
+            values = selection.of(self.stored.read())
         return values.to(run.values.dtype)
 
 
@@ -224,16 +226,21 @@ class AdapterSet:
         if not any(ranks):
             return None
         inputs, outputs = shapes[0].inputs, sum(shape.outputs for shape in shapes)
+        # In the same memory for all: new memory for each would leave gaps between what stays.
+        a, b = torch.empty(sum(ranks), inputs), torch.empty(outputs, sum(ranks))
         up, down = [], []
         for products in adapted:
-            a, b = torch.zeros(sum(ranks), inputs), torch.zeros(outputs, sum(ranks))
+            a.zero_()
+            b.zero_()
             row = column = 0
             for layer, product, shape, rank in zip(layers, products, shapes, ranks, strict=True):
                 if product is not None:
                     _check_shape(f"{layer}.weight", product.shape, (shape.outputs, inputs))
                     rows = slice(row, row + product.rank)
-                    a[rows] = shape.ordered(product.a)
-                    b[column : column + shape.outputs, rows] = product.scaled
+                    stored_a, stored_b = product.matrices()
+                    a[rows] = shape.ordered(stored_a)
+                    b[column : column + shape.outputs, rows] = stored_b
+                    b[column : column + shape.outputs, rows] *= product.scale
                 row, column = row + rank, column + shape.outputs
             if places is not None:
                 b[places] = b[: len(places)].clone()
@@ -245,7 +252,7 @@ class AdapterSet:
         kind, (rows, inputs) = float_kind(self._dtype), values.shape
         spec = MatrixSpec(kind, rows, inputs, False, None, self._dtype, self._device)
         matrix = self._ops.matrix(spec)
-        self._ops.pack_rows(matrix, 0, float_weight(values.to(self._device, self._dtype)))
+        self._ops.pack_rows(matrix, 0, float_weight(values.to(self._device)))
         return matrix
 
     def check_used(self, elsewhere: Collection[str]) -> None:
@@ -311,30 +318,31 @@ def _read(folder: Path, config: Fields) -> dict[str, list[Change]]:
             reason = f"tensor {shown(entry.name)} is none of LoRA's tensors of floats"
             raise ModelError(WEIGHTS, reason)
     changes: dict[str, list[Change]] = {}
-    pairs: dict[str, dict[str, Tensor]] = {}
-    checkpoint = FolderCheckpoint(((folder / WEIGHTS, entries),), ADAPTER)
-    for run in checkpoint.runs(dict.fromkeys(matches, WHOLE)):
-        match = matches[run.name]
+    pairs: dict[str, dict[str, Stored]] = {}
+    for entry in entries:
+        match, stored = matches[entry.name], Stored(folder / WEIGHTS, entry)
         assert match is not None
-        module, values = match[1], run.values
         if match["whole"]:
-            changes[f"{module}.{match['whole']}"] = [Whole(values.clone())]
-            continue
-        values = values.clone()
-        part = match["linear"]
-        if part is None:  # of an embedding: its weight is the transposed product, A^T B^T
-            part, values = {"A": "B", "B": "A"}[match["embedding"]], values.t().contiguous()
-        pairs.setdefault(module, {})[part] = values
+            changes[f"{match[1]}.{match['whole']}"] = [Whole(stored)]
+        else:
+            part = match["linear"] or f"embedding {match['embedding']}"
+            pairs.setdefault(match[1], {})[part] = stored
     if not matches:
         raise ModelError(WEIGHTS, "holds no tensor")
     alphas, by_root = _alphas(config, pairs), config.boolean("use_rslora", False)
     for module, parts in pairs.items():
-        if len(parts) != 2 or parts["A"].shape[0] != parts["B"].shape[1]:
+        if parts.keys() == {"A", "B"}:
+            product = LowRank(parts["A"], parts["B"], 1.0)
+        elif parts.keys() == {"embedding A", "embedding B"}:
+            # The weight of an embedding is the transposed product, A^T B^T.
+            product = LowRank(parts["embedding B"], parts["embedding A"], 1.0, turned=True)
+        else:
+            raise ModelError(WEIGHTS, f"must have both matrices of {shown(module)}")
+        rank = product.rank
+        if product.b.entry.shape[not product.turned] != rank:
             raise ModelError(WEIGHTS, f"must have both matrices of {shown(module)}, of one rank")
-        rank = len(parts["A"])
         scale = alphas[module] / (sqrt(rank) if by_root else rank)
-        product = LowRank(parts["A"], parts["B"], scale)
-        changes.setdefault(f"{module}.weight", []).append(product)
+        changes.setdefault(f"{module}.weight", []).append(replace(product, scale=scale))
     return changes
 
 

@@ -180,10 +180,30 @@ CHUNK = 8 << 20  # bytes copied at a time
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of another safetensors file, to be copied byte by byte."""
+    """A whole tensor in a safetensors file."""
 
     path: Path
     entry: TensorEntry
+
+    def read(self, first: int = 0, count: int | None = None) -> Tensor:
+        """Return its values, or those of `count` rows.
+
+        Raises:
+            ModelError: they cannot be read.
+        """
+        entry, rows = self.entry, self.entry.shape[0]
+        some, size = rows - first if count is None else count, entry.size // max(1, rows)
+        data = bytearray(some * size)
+        try:
+            with open(self.path, "rb", opener=regular) as file:
+                file.seek(entry.start + first * size)
+                complete = file.readinto(data) == len(data)
+        except OSError as error:
+            raise ModelError(self.path.name, f"cannot be read ({error.strerror})") from None
+        if not complete:
+            raise ModelError(self.path.name, "became shorter while it was read")
+        values = torch.frombuffer(data, dtype=TORCH_DTYPES[entry.dtype])
+        return values.view(some, *entry.shape[1:])
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor | Stored]) -> int:
