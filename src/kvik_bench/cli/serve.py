@@ -96,7 +96,8 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         "--model",
         default="",
         metavar="NAME",
-        help="the server's name of the model (default: the first that it lists)",
+        help="the server's name of the model (default: the first that it lists); of several, "
+        "separated by commas, each conversation takes one",
     )
     add(
         "--endpoint",

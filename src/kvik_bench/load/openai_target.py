@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from zlib import crc32
 
 import aiohttp
 import msgspec
@@ -216,6 +217,8 @@ class TargetServer:
     Attributes:
         url: with or without the ending /v1.
         endpoint: "completions" or "chat".
+        model: its name there. Of several, separated by commas, each conversation takes one, such as
+            the name of an adapter.
         extra: fields added to each request.
         timeout: seconds that a request may take in all.
     """
@@ -233,7 +236,10 @@ class TargetServer:
         return (base if base.endswith("/v1") else base + "/v1") + path
 
     def body(self, request: LoadRequest) -> bytes:
-        fields: dict[str, object] = {"model": self.model, "stream": True}
+        asked = next(content for role, content in request.messages if role != "system")
+        names = self.model.split(",")
+        model = names[crc32(repr(asked).encode()) % len(names)]
+        fields: dict[str, object] = {"model": model, "stream": True}
         if self.endpoint == "chat":
             fields["messages"] = [
                 {"role": role, "content": content} for role, content in request.messages

@@ -78,6 +78,18 @@ def answered(reply: Reply, endpoint: str = "completions") -> tuple[RequestRecord
     return found
 
 
+def test_conversations_take_one_of_several_models() -> None:
+    server = TargetServer("http://x", "chat", "a,b")
+
+    def model(*words: str) -> str:
+        messages = [("system", "the same"), *zip(("user", "assistant") * 2, words, strict=False)]
+        return json.loads(server.body(LoadRequest(tuple(messages), 9, 9)))["model"]
+
+    first = [model(f"{i}") for i in range(40)]
+    assert {*first} == {"a", "b"}
+    assert [model(f"{i}", "then", "next") for i in range(40)] == first
+
+
 def worst_error(records: list[RequestRecord], requests: list[Received]) -> float:
     """Return the largest difference between medians of the client's times and the server's."""
     pairs = list(zip(records, requests, strict=True))
