@@ -31,6 +31,7 @@ from kvik.kernels.ops import (
     Truncation,
 )
 from kvik.kernels.triton import activation, attention_paged, draw, norm, rotary, rows, states
+from kvik.kernels.triton.adapters import with_adapters
 from kvik.kernels.triton.attention_decode import attention_decode_kernel
 from kvik.kernels.triton.attention_mla import latent_attention
 from kvik.kernels.triton.attention_paged import PagedCache, PagedStep, Scoring, runs_of
@@ -359,10 +360,10 @@ USUAL = TritonMatrices(META)  # with the tensor cores of the GPU for which entri
 OLDER = TritonMatrices(META, Library(tensor_cores=False, rows=False, blocks=False))
 
 
-def _matrix(kind: str, rows: int = 4096, activation: Any = None) -> Matrix:
+def _matrix(kind: str, rows: int = 4096, activation: Any = None, *, inputs: int = 4096) -> Matrix:
     weight = WeightKind.named(kind)
     assert weight is not None, kind
-    return USUAL.matrix(MatrixSpec(weight, rows, 4096, False, activation, _BF16, META))
+    return USUAL.matrix(MatrixSpec(weight, rows, inputs, False, activation, _BF16, META))
 
 
 def _linear(
@@ -435,6 +436,19 @@ def _experts(
     return _entries(what, matrices.experts, x, ids, weights, experts, x, loop=loop)
 
 
+def _adapted(rank: int, inputs: int, outputs: int) -> Entries:
+    """Return the entries of eight tokens with adapters."""
+    matrices = TritonExperts(USUAL)
+    up, down = (
+        _matrix("bfloat16", rows, inputs=columns)
+        for rows, columns in ((rank, inputs), (outputs, rank))
+    )
+    pairs = matrices.expert_set([up] * 8, [down] * 8)
+    what = f"adapters of rank {rank}, {inputs} to {outputs}"
+    tensors = _bf16(8, inputs), _i64(8, 1), None, pairs, _bf16(8, outputs)
+    return _entries(what, with_adapters(matrices), *tensors)
+
+
 def _routed(experts: int, groups: int = 1) -> Entries:
     scores = "sigmoid" if groups > 1 else "softmax"
     by = "best two" if groups > 1 else "best"
@@ -455,6 +469,7 @@ EXPERTS = (
     _experts("fp8 group 0 static", 8, count=1024),
     _experts("bfloat16", 8, weigh_inputs=True),
     *(_routed(*shape) for shape in ((128,), (256, 8), (1024,))),
+    *(_adapted(*shape) for shape in ((48, 4096, 6144), (16, 14336, 4096), (128, 4096, 28672))),
 )
 
 

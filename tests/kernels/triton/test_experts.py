@@ -89,7 +89,7 @@ def test_every_kind_of_weight(name: str, dtype: torch.dtype, weighed: bool) -> N
 
     def run(ops: Ops) -> Tensor:
         experts = replace(experts_of(ops, weights, dtype, True), weigh_inputs=weighed)
-        return ops.experts(x, ids, shares, experts, residual).cpu()
+        return ops.experts(x, ids, shares, experts, residual.clone()).cpu()
 
     found, expected = run(OPS), run(REFERENCE)
     if dtype == torch.float32:

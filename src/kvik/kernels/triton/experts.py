@@ -54,7 +54,7 @@ BIAS = tl.constexpr(5)
 
 
 @triton.jit
-def _part(table, part: tl.constexpr, expert, experts, dtype: tl.constexpr):
+def part_of_table(table, part: tl.constexpr, expert, experts, dtype: tl.constexpr):
     """Return a pointer to a part of an expert's matrix; it is a multiple of 16 bytes."""
     address = tl.load(table + part * experts + expert)
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
@@ -99,7 +99,7 @@ def float_experts_kernel(
     if ACTIVATION % 2 == 1:
         o = o // 2 + o % 2 * (rows // 2)
     k = tl.arange(0, SPAN)
-    values = _part(table, VALUES, expert, experts, dtype)
+    values = part_of_table(table, VALUES, expert, experts, dtype)
     lines = values + o.to(tl.int64)[:, None] * inputs + k[None, :]
     columns = x + _row_of(pair, pairs, PER)[None, :] * x_stride + k[:, None]
     sums = tl.zeros((BO, BT), tl.float32)
@@ -111,7 +111,7 @@ def float_experts_kernel(
             w = tl.load(lines + start, mask=inside[None, :], other=0.0)
             xs = tl.load(columns + start, mask=inside[:, None], other=0.0)
         sums = dot(w, xs, sums)
-    bias = _part(table, BIAS, expert, experts, dtype) if BIASED else None
+    bias = part_of_table(table, BIAS, expert, experts, dtype) if BIASED else None
     end_and_store(sums, first, pair, bias, None, y, pairs, rows, 0, ACTIVATION)
 
 
@@ -150,11 +150,13 @@ def word_experts_kernel(
     o = first + tl.arange(0, BO)
     wide_type: tl.constexpr = tl.int32 if FORMAT == INT4 else tl.float32
     scale_type: tl.constexpr = tl.uint8 if FORMAT == E2M1 else wide_type
-    scales = _part(table, SCALES, expert, experts, scale_type)
-    factors = _part(table, FACTORS, expert, experts, tl.float32) if OFFSET == MINIMUM else None
+    scales = part_of_table(table, SCALES, expert, experts, scale_type)
+    factors = (
+        part_of_table(table, FACTORS, expert, experts, tl.float32) if OFFSET == MINIMUM else None
+    )
     sums = sums_of_words(
         x,
-        _part(table, VALUES, expert, experts, tl.int32),
+        part_of_table(table, VALUES, expert, experts, tl.int32),
         scales,
         factors,
         o,
@@ -176,7 +178,7 @@ def word_experts_kernel(
     )
     if GROUP == 0:
         sums *= tl.load(scales + o)[:, None]
-    bias = _part(table, BIAS, expert, experts, tl.float32) if BIASED else None
+    bias = part_of_table(table, BIAS, expert, experts, tl.float32) if BIASED else None
     end_and_store(sums, first, pair, bias, None, y, pairs, rows, 0, ACTIVATION)
 
 
@@ -215,8 +217,8 @@ def byte_experts_kernel(
     o = first + tl.arange(0, BO)
     if GATE_FIRST:
         o = o // 2 + o % 2 * (rows // 2)
-    scales = _part(table, SCALES, expert, experts, tl.float32)
-    values = _part(table, VALUES, expert, experts, x.dtype.element_ty)
+    scales = part_of_table(table, SCALES, expert, experts, tl.float32)
+    values = part_of_table(table, VALUES, expert, experts, x.dtype.element_ty)
     known = _row_of(pair, pairs, PER)
     sums = sums_of_bytes(
         x,
@@ -237,7 +239,7 @@ def byte_experts_kernel(
         STAGES,
     )
     z = scaled(sums, x_scales, scales, o, known, GROUP, X_GROUP)
-    bias = _part(table, BIAS, expert, experts, tl.float32) if BIASED else None
+    bias = part_of_table(table, BIAS, expert, experts, tl.float32) if BIASED else None
     end_and_store(z, first, pair, bias, None, y, pairs, rows, 0, ACTIVATION)
 
 
@@ -265,14 +267,14 @@ def pair_inputs_kernel(
     inside = at < inputs
     source = at
     if ORDERED:
-        order = _part(table, ORDER, expert, experts, tl.int32)
+        order = part_of_table(table, ORDER, expert, experts, tl.int32)
         source = tl.load(order + at, mask=inside, other=0)
     values = tl.load(x + pair // PER * x_stride + source, mask=inside)
     if weights is not None:
         values = (values.to(tl.float32) * tl.load(weights + pair)).to(x.dtype.element_ty)
     tl.store(out + pair * inputs + at, values, mask=inside)
     if scales is not None:
-        scale = tl.load(_part(table, INPUT_SCALE, expert, experts, tl.float32))
+        scale = tl.load(part_of_table(table, INPUT_SCALE, expert, experts, tl.float32))
         tl.store(scales + pair, scale)
 
 
