@@ -236,9 +236,9 @@ class TargetServer:
         return (base if base.endswith("/v1") else base + "/v1") + path
 
     def body(self, request: LoadRequest) -> bytes:
-        asked = next(content for role, content in request.messages if role != "system")
+        question = next(content for role, content in request.messages if role != "system")
         names = self.model.split(",")
-        model = names[crc32(repr(asked).encode()) % len(names)]
+        model = names[crc32(repr(question).encode()) % len(names)]
         fields: dict[str, object] = {"model": model, "stream": True}
         if self.endpoint == "chat":
             fields["messages"] = [
