@@ -222,6 +222,7 @@ class AsyncLLM:
         prompt_name: str | None = None,
         truncate_prompt_tokens: int | None = None,
         request_id: str | None = None,
+        adapter: str = "",
     ) -> EmbeddingOutput:
         """Return a vector for one prompt; for the arguments see `LLM.embed`."""
         plain = one_prompt(prompt)
@@ -229,7 +230,7 @@ class AsyncLLM:
         check_dimensions(model.pooling, model.hidden_size, dimensions)
         before = prompt_before(model.pooling, prompt_name)
         keep = truncation(truncate_prompt_tokens, self.texts.max_model_len)
-        request = self._request(request_id, SamplingParams(), 0)  # no parameter is used
+        request = self._request(request_id, SamplingParams(adapter=adapter), 0)
         request.pooling = pooling or default_pooling(model.pooling)
         request.prompt = plain if isinstance(plain, str) else None
 

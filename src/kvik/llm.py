@@ -328,6 +328,7 @@ class LLM:
         prompt_name: str | None = None,
         truncate_prompt_tokens: int | None = None,
         progress: bool | None = None,
+        adapter: str = "",
     ) -> list[EmbeddingOutput]:
         """Return a vector for each prompt, from the last layer's hidden states after the final
         norm, passed through the model's dense layers if it has any.
@@ -343,6 +344,7 @@ class LLM:
             truncate_prompt_tokens: tokens of a text to keep, special ones included: the first ones,
                 or the last ones if the model was not trained to embed; -1: as many as fit; None: a
                 text that is too long is an error.
+            adapter: as in `SamplingParams`.
 
         Raises:
             ParamError, CapacityError: a prompt is impossible; nothing was computed.
@@ -362,7 +364,7 @@ class LLM:
             if not prompt or not inputs[-1].ids:
                 raise ParamError("prompt", "must not be empty")
         kind = pooling or default_pooling(model.pooling)
-        outputs = self._pooled(listed, inputs, kind, progress)
+        outputs = self._pooled(listed, inputs, kind, progress, adapter)
         return [embedding_output(o, normalize=normalize, dimensions=dimensions) for o in outputs]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
@@ -439,9 +441,10 @@ class LLM:
         inputs: Sequence[PooledInput],
         pooling: str,
         progress: bool | None,
+        adapter: str = "",
     ) -> list[RequestOutput]:
         """Compute the vectors or scores of some inputs."""
-        params = SamplingParams()  # not used
+        params = SamplingParams(adapter=adapter)
         requests = [
             engine_request(
                 f"llm-{next(self._serial)}",

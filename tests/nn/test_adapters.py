@@ -151,6 +151,17 @@ def test_prefixes_are_cached_for_each_adapter(llama: tuple[Path, dict[str, Path]
     assert cached == [0, 0, 0, 32, 32]
 
 
+def test_vectors_of_an_adapter(llama: tuple[Path, dict[str, Path]]) -> None:
+    model, adapters = llama
+    options = {"dtype": "float32", "device": "cpu", "threads": 1, "adapters": adapters}
+    with LLM(str(model), **options) as llm:
+        plain, adapted, again = (
+            torch.tensor(llm.embed(tokens(9), adapter=name)[0].embedding)
+            for name in ("", "some", "some")
+        )
+    assert torch.equal(adapted, again) and plain @ adapted < 0.99
+
+
 def test_the_engine_cache_knows_the_adapters(
     llama: tuple[Path, dict[str, Path]], tmp_path: Path
 ) -> None:

@@ -1,6 +1,6 @@
 """What adapters that requests choose cost.
 
-    python benchmarks/cpu/adapters.py MODEL [--load-format random] [--quantization none int4]
+    python benchmarks/adapters.py MODEL [--load-format random] [--quantization none int4]
         [--adapters 8] [--rank 16] [--rounds 5]
 
 MODEL is a folder. All linear layers of the blocks are adapted, with random numbers: speed does not
