@@ -22,13 +22,19 @@ from kvik.config.config import (
     check_config,
     requested_speculation,
 )
-from kvik.config.draft_heads import KINDS, heads_for, shipped_heads
+from kvik.config.draft_heads import KINDS, eagle3_facts, heads_for, shipped_heads
 from kvik.config.env import draw_seed
 from kvik.config.hardware import detect, find_gpus
 from kvik.config.kv_budget import asked_budgets
 from kvik.config.model_source import find_adapter, find_model, model_name
 from kvik.config.resolve import resolve
-from kvik.config.speculative import MODEL_METHODS, NO_SOURCE, DraftSource, SpeculativeConfig
+from kvik.config.speculative import (
+    EAGLE3,
+    MODEL_METHODS,
+    NO_SOURCE,
+    DraftSource,
+    SpeculativeConfig,
+)
 from kvik.config.units import show_bytes
 from kvik.core.config import CacheConfig, SchedulerConfig, TierSizes
 from kvik.core.structured import Grammars
@@ -490,6 +496,9 @@ def _draft_source(requested: SpeculativeConfig | None, model: Path, spec: ModelS
         heads = heads_for(folder, requested.method, spec.hidden_size, spec.vocab_size)
         return DraftSource(str(folder), heads=heads)
     path = _find_drafter(requested.model)
+    if requested.method == EAGLE3:
+        head, taps = eagle3_facts(path, spec)
+        return DraftSource(str(path), head, taps=taps)
     ours, theirs = model_files(model), model_files(path)
     try:
         draft = theirs.spec()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvik.config.config import EngineConfig, Notes, requested_speculation
 from kvik.config.fit import choose_speculation, with_draft_rows
 from kvik.config.memory import StepSize
-from kvik.config.speculative import METHODS, DraftSource, SpeculativeConfig
+from kvik.config.speculative import METHODS, MODEL_METHODS, DraftSource, SpeculativeConfig
 from kvik.errors import ConfigError
 
 NO_SOURCE = DraftSource()
@@ -44,6 +44,7 @@ def test_flags_win_over_the_object() -> None:
         ({"spec_tokens": 4}, "spec_method"),
         ({"speculative_config": {"ngram_max": 3, "model": "x"}, "spec_model": "y"}, "spec_method"),
         ({"spec_method": "draft_model"}, "spec_model"),
+        ({"spec_method": "eagle3"}, "spec_model"),
         ({"spec_method": "ngram", "spec_model": "x"}, "spec_model"),
     ],
 )
@@ -65,7 +66,7 @@ def test_options_that_contradict_the_method_are_named(options, field) -> None:
 )
 def test_options_without_effect_are_refused(key, value, methods) -> None:
     for method in METHODS[:-1]:
-        model = {"model": "x"} if method == "draft_model" else {}
+        model = {"model": "x"} if method in MODEL_METHODS else {}
         config = {"method": method, key: value, **model}
         if method in methods:
             found = requested(speculative_config=config)

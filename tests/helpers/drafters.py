@@ -12,6 +12,8 @@ from kvik.config.draft_heads import HeadsSpec
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
 from kvik.worker.drafters.registry import DRAFTERS, DrafterParts
+from kvik.worker.graphs import StepOutput
+from kvik.worker.input_batch import InputBatch
 
 METHOD, TREE_METHOD = "ngram", "medusa"  # whose drafters `install` replaces
 GOLDEN = 0.6180339887498949
@@ -164,6 +166,35 @@ def always_right(most: int) -> int:
 
 def always_wrong(most: int) -> int:
     return 0
+
+
+class Noting(Drafter):
+    """Notes the drafts of another drafter after each text."""
+
+    def __init__(
+        self, inner: Drafter, parts: DrafterParts, noted: dict[tuple[int, ...], list[int]]
+    ) -> None:
+        self.inner = inner
+        self.table = parts.table
+        self.noted = noted
+
+    def read_step(self, batch: InputBatch, output: StepOutput) -> None:
+        self.inner.read_step(batch, output)
+
+    def propose(self, rows: DraftRows) -> Drafts:
+        drafts = self.inner.propose(rows)
+        for slot, found in zip(rows.slots.tolist(), drafts.by_row(), strict=True):
+            text = self.table.token_ids[slot, : self.table.num_tokens[slot]].tolist()
+            self.noted[tuple(text)] = found
+        return drafts
+
+
+def note_drafts(patch: pytest.MonkeyPatch, method: str) -> dict[tuple[int, ...], list[int]]:
+    """Return what new engines draft after each text."""
+    noted: dict[tuple[int, ...], list[int]] = {}
+    make = DRAFTERS[method]
+    patch.setitem(DRAFTERS, method, lambda parts: Noting(make(parts), parts, noted))  # type: ignore[index]
+    return noted
 
 
 def install(monkeypatch: pytest.MonkeyPatch, make: Callable[[DrafterParts], Drafter]) -> None:

@@ -25,7 +25,7 @@ from kvik.models.model_spec import read_model_spec
 from kvik.planner.devices import Device, Setting, find_device
 from kvik.planner.families import read_shape, shape_from_config
 from kvik.planner.memory import Memory, MemoryPlanner
-from kvik.planner.plan import Question, plan, plan_shape
+from kvik.planner.plan import Question, draft_source, plan, plan_shape
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import block_bytes
 from kvik.spec.weights import SCHEMES
@@ -177,6 +177,22 @@ def test_a_drafter_takes_the_memory_of_the_engines_plan(method: str, machine: st
     assert found.weights == alone.weights + found.draft_weights
     check_same(found, planned(model.spec, hardware, source, **options).memory)
     assert found.total > alone.total
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_head_on_inner_layers_takes_the_memory_of_the_engines_plan(
+    machine: str, tmp_path: Path
+) -> None:
+    of_model = config("llama-3.2-1b")
+    head = {**of_model, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(head | {"draft_vocab_size": 32_000}))
+    model, hardware = shape_from_config(of_model, "m"), MACHINES[machine]
+    source = draft_source(str(tmp_path), model)
+    options = {"dtype": "bfloat16", "spec_method": "eagle3", "spec_model": "d", **REQUESTS}
+    alone = memory_of(model, setting(hardware))
+    found = memory_of(model, setting(hardware, source=source))
+    assert found.weights == alone.weights + found.draft_weights
+    check_same(found, planned(model.spec, hardware, source, **options).memory)
 
 
 @pytest.mark.parametrize("machine", MACHINES)

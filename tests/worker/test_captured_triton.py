@@ -208,6 +208,23 @@ def test_steps_of_the_models_own_head_say_the_same(model) -> None:
     assert again.replayed >= 6
 
 
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero")
+def test_steps_of_a_head_on_inner_layers_say_the_same(model, tmp_path) -> None:
+    config = small(num_hidden_layers=7)
+    (model / "config.json").write_text(json.dumps(config))
+    head = {**config, "num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"]}
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "config.json").write_text(json.dumps(head))
+    drafting = {"method": "eagle3", "model": str(tmp_path / "head"), "adaptive": False}
+    options: dict[str, Any] = {"speculative_config": drafting, "spec_tokens": 2}
+    options |= {"max_num_batched_tokens": 4 + 2 * ROOM}
+    expected = tokens(model, attention_backend="reference")
+    with captured(DECODING, drafting=[DECODING]) as (again,):
+        assert tokens(model, 2, **options) == expected
+    assert again.replayed >= 6
+
+
 class Called(Again):
     """As a GPU captures: what is replayed holds on to nothing of Python's."""
 

@@ -3,14 +3,19 @@ folder holds a config.json, which this file reads and writes, and a model.safete
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvik.config.model_source import CONFIG
 from kvik.errors import ConfigError, ModelError, shown
+from kvik.models.eagle3 import NORMED, PLAIN
+from kvik.models.model_spec import ModelSpec
 from kvik.spec.fields import MAX_VOCAB, MAX_WIDTH, Fields, read_json
 
 MEDUSA, EAGLE = KINDS = ("medusa", "eagle")
+MIN_TAPPED = 7  # layers of a model with an EAGLE-3 head
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of the model
 MAX_DEPTH, MAX_LAYERS, MAX_RANKS = 16, 8, 64
 
 
@@ -106,6 +111,59 @@ def _shares(ranks: object) -> bool:
         and all(isinstance(n, int | float) and not isinstance(n, bool) for n in ranks)
         and all(0 <= n <= 1 for n in ranks)
     )
+
+
+def is_eagle3(config: Mapping[str, object]) -> bool:
+    """Return whether a config.json is of an EAGLE-3 head."""
+    names = config.get("architectures")
+    return isinstance(names, list) and any("eagle3" in str(name).lower() for name in names)
+
+
+def eagle3_facts(folder: Path, model: ModelSpec) -> tuple[ModelSpec, tuple[int, ...]]:
+    """Read the facts of an EAGLE-3 head for a model.
+
+    Returns:
+        The head as a Llama of one layer, whose tokens are those that it drafts; the layers of the
+        model before which it reads the residual stream.
+
+    Raises:
+        ModelError: with field `spec_model`: there is none that kvik can use, or it is for another
+            model.
+    """
+    try:
+        spec = _eagle3_spec(folder, model)
+    except ModelError as error:
+        raise ModelError("spec_model", f"holds no EAGLE-3 head: {error}") from None
+    sizes = spec.hidden_size, model.hidden_size
+    if sizes[0] != sizes[1]:
+        raise ModelError(
+            "spec_model", f"its head is for hidden states of {sizes[0]}, the model has {sizes[1]}"
+        )
+    layers = model.num_layers
+    if layers < MIN_TAPPED:
+        raise ModelError(
+            "spec_model", f"must be left out: the model has fewer than {MIN_TAPPED} layers"
+        )
+    return spec, (2, layers // 2, layers - 3)
+
+
+def _eagle3_spec(folder: Path, model: ModelSpec) -> ModelSpec:
+    config = read_json(folder / CONFIG)
+    fields = Fields(config)
+    if not is_eagle3(config):
+        names = shown(fields.raw("architectures"))
+        raise fields.error("architectures", f"must name one of EAGLE-3, not {names}")
+    inner = {**config, **(fields.mapping("transformer_layer_config") or {})}
+    Fields(inner).integer("num_hidden_layers", 1, 1, 1)
+    if fields.inside("eagle_config").raw("eagle_aux_hidden_state_layer_ids"):
+        raise fields.error("eagle_config", "must leave out eagle_aux_hidden_state_layer_ids")
+    vocab = fields.integer("draft_vocab_size", 1, MAX_VOCAB, model.vocab_size)
+    facts = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "vocab_size": vocab}
+    facts |= {"tie_word_embeddings": False}
+    kept = {key: value for key, value in inner.items() if key not in SPECIAL_TOKENS}
+    spec = ModelSpec.from_config({**kept, **facts})
+    before = fields.boolean("norm_before_residual", False)
+    return replace(spec, wiring=NORMED if before else PLAIN)
 
 
 def heads_for(folder: Path, kind: str, hidden_size: int, vocab_size: int) -> HeadsSpec:

@@ -503,7 +503,7 @@ def with_drafter(
         stage_bytes=(),
         counted=None,
     )
-    return replace(footprint, draft=draft)
+    return replace(footprint, draft=draft, taps=len(source.taps))
 
 
 def with_adapters(footprint: Footprint, adapters: Sequence[Adapter], notes: Notes) -> Footprint:

@@ -253,6 +253,7 @@ class Footprint:
     kernels: str = "torch"  # "native", "triton" or "torch"
     mapped: int | None = None  # bytes of the mapped weights of an engine folder
     draft: Footprint | None = None  # of its draft model
+    taps: int = 0  # residual streams that the draft model reads
     heads: HeadsFootprint | None = None  # of its draft heads
     adapters: AdaptersFootprint | None = None  # from which requests choose
     graph_memory: int | None = None  # see `EngineConfig`
@@ -502,7 +503,16 @@ class Footprint:
         """Return a step of the draft model, its rotary positions, and the distributions of its
         drafts."""
         tables = _position_tables(draft.spec, size.max_model_len)
-        return draft.activations(size.of_draft_model) + tables + self._drawn(size)
+        step = size.of_draft_model
+        if self.taps:  # it computes the tokens of each step
+            step = replace(size, max_draft_rows=0)
+            tables += (
+                (3 * self.taps + 6)
+                * size.max_num_batched_tokens
+                * self.spec.hidden_size
+                * self._item
+            )
+        return draft.activations(step) + tables + self._drawn(size)
 
     def _drawn(self, size: StepSize) -> int:
         """Return the distributions of drafts: kept until they are verified, and twice while they

@@ -48,7 +48,14 @@ from kvik.config.parallel import (
     stage_weights,
     stages_reason,
 )
-from kvik.config.speculative import MTP, NO_SOURCE, DraftSource, SpeculativeConfig
+from kvik.config.speculative import (
+    ALONE_METHODS,
+    EAGLE3,
+    MTP,
+    NO_SOURCE,
+    DraftSource,
+    SpeculativeConfig,
+)
 from kvik.config.units import show_bytes
 from kvik.core.config import CacheConfig, SchedulerConfig, TierSizes
 from kvik.errors import CapacityError, ConfigError
@@ -104,6 +111,8 @@ def resolve(
     check_group(config, spec, compute, hardware)
     check_replicas(config, compute, hardware)
     tiers = check_tiers(config, spec, compute, moves=moves)
+    if tiers is not None and requested is not None and requested.method == EAGLE3:
+        raise ConfigError(TIERS, f"must be left out: no page holds keys and values of {EAGLE3}")
     mapped = None if built is None else built.weight_bytes
     replicas, total = config.data_parallel_size, _of_fullest(limit, config, compute, hardware)
     limit = replica_limit(total, replicas, compute, hardware, mapped) if replicas > 1 else total
@@ -247,8 +256,10 @@ def as_drafting(
     Raises:
         ConfigError: the model does not support this method.
     """
+    if options.method in ALONE_METHODS:
+        _check_alone(options.method, spec, ends, ranks)
     if options.method == MTP:
-        spec = _predicting(spec, ends, ranks)
+        spec = _predicting(spec)
     if ends and options.method == EAGLE:
         raise ConfigError("pipeline_parallel_size", f"must be 1 with {EAGLE}: it reads embeddings")
     drafts = draft_tokens(options)
@@ -261,24 +272,33 @@ def as_drafting(
     return replace(spec, layers=tuple(layers))
 
 
-def _predicting(spec: ModelSpec, ends: tuple[int, ...], ranks: int) -> ModelSpec:
+def _check_alone(method: str, spec: ModelSpec, ends: tuple[int, ...], ranks: int) -> None:
+    """Check what heads need that read the hidden states of all tokens.
+
+    Raises:
+        ConfigError: the engine does not have it.
+    """
+    if any(layer.budget for layer in spec.layers):
+        reason = (
+            f"must be another one than {method}: it reads all keys, of which kv_budget drops some"
+        )
+        raise ConfigError("spec_method", reason)
+    for name, processes in (("tensor_parallel_size", ranks), ("pipeline_parallel_size", len(ends))):
+        if processes > 1:
+            raise ConfigError(name, f"must be 1 with {method}: one process reads all hidden states")
+
+
+def _predicting(spec: ModelSpec) -> ModelSpec:
     """Return the model with its head for multi-token prediction.
 
     Raises:
-        ConfigError: it has none, or it cannot be used.
+        ConfigError: it has none.
     """
-    reason = None
-    if spec.family.predictor is None:
+    if spec.family.predictor is None or spec.built is not None:
         reason = f"kvik knows no head of {spec.architecture} that predicts further tokens"
-    elif spec.built is not None:
-        reason = "an engine folder has no such head"
-    elif any(layer.budget for layer in spec.layers):
-        reason = "it reads all keys, of which kv_budget drops some"
-    if reason is not None:
+        if spec.built is not None:
+            reason = "an engine folder has no such head"
         raise ConfigError("spec_method", f"must be another one than {MTP}: {reason}")
-    for name, processes in (("tensor_parallel_size", ranks), ("pipeline_parallel_size", len(ends))):
-        if processes > 1:
-            raise ConfigError(name, f"must be 1 with {MTP}: one process reads all hidden states")
     return replace(spec, predictor=spec.family.predictor)
 
 

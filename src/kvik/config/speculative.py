@@ -22,13 +22,15 @@ SPECULATION_OPTIONS = ("speculative_config", "spec_method", "spec_model", "spec_
 OFF = "off"
 FORCED = "forced"  # only tokens that a grammar forces, which all methods except trees draft first
 MTP = "mtp"  # the model's own head for multi-token prediction
+EAGLE3 = "eagle3"  # a head that reads hidden states between layers
 # Methods with a draft model or heads in another folder; methods that need none.
-MODEL_METHODS = ("draft_model", "medusa", "eagle")
+MODEL_METHODS = ("draft_model", "medusa", "eagle", EAGLE3)
 OWN_METHODS = ("ngram", "suffix", FORCED, MTP)
 TREE_METHODS = ("medusa", "eagle")
 # Methods that store keys and values of drafts, and sample drafts if the tokens of their request
 # are sampled.
-CACHING_METHODS = ("draft_model", MTP)
+CACHING_METHODS = ("draft_model", EAGLE3, MTP)
+ALONE_METHODS = (EAGLE3, MTP)  # need one process with all layers
 METHODS = (*MODEL_METHODS, *OWN_METHODS, OFF)
 # Facts of the options that apply to one method only.
 DRAFT_MODEL_ALONE, NGRAM_ALONE, SUFFIX_ALONE = (
@@ -43,6 +45,7 @@ DEFAULT_TOKENS: Mapping[str, int] = {
     FORCED: 16,
     "medusa": 16,  # nodes of its tree
     "eagle": 5,
+    EAGLE3: 4,
     MTP: 3,
 }
 
@@ -108,6 +111,7 @@ class DraftSource:
         path: folder of the draft model or of the heads; "" if there is none.
         spec: facts of the draft model; None: there is none.
         heads: facts of the heads; None: there are none.
+        taps: layers before which it reads the target's residual stream.
         meanings: the target's id of each of its tokens, -1 if there is none; None: the ids are the
             same.
     """
@@ -116,6 +120,16 @@ class DraftSource:
     spec: ModelSpec | None = None
     meanings: tuple[int, ...] | None = None
     heads: HeadsSpec | None = None
+    taps: tuple[int, ...] = ()
+
+    @property
+    def method(self) -> str | None:
+        """The method that drafts with it; None: there is nothing to draft with."""
+        if self.heads is not None:
+            return self.heads.kind
+        if self.spec is not None:
+            return EAGLE3 if self.taps else "draft_model"
+        return self.path or None  # of the model's own head
 
 
 NO_SOURCE = DraftSource()
@@ -198,8 +212,9 @@ def merge_speculation(
             "speculative_config",
             f"ngram_min must be at most ngram_max ({options.ngram_max}), not {options.ngram_min}",
         )
-    if options.method == "draft_model" and not options.model:
-        raise ConfigError("spec_model", "must name a draft model for the method draft_model")
+    if options.method in ("draft_model", EAGLE3) and not options.model:
+        kind = "a draft model" if options.method == "draft_model" else "the head"
+        raise ConfigError("spec_model", f"must name {kind} for the method {options.method}")
     if options.method in OWN_METHODS and options.model:
         raise ConfigError("spec_model", f"must be left out: {options.method} needs no model")
     return options

@@ -342,7 +342,10 @@ class Decoder:
     def blocks(self, x: Tensor, ctx: ForwardContext, span: slice = ALL) -> Tensor:
         """Take the residual stream x [tokens, hidden] through the layers of `span`."""
         rotations = [rope.at(ctx.positions) for rope in self.ropes]
-        for layer, rope in zip(self.layers[span], self.turned[span], strict=True):
+        layers = enumerate(zip(self.layers[span], self.turned[span], strict=True))
+        for number, (layer, rope) in layers:
+            if ctx.taps is not None:
+                ctx.taps.see(number, x)
             x = layer(x, None if rope is None else rotations[rope], ctx)
         return x
 

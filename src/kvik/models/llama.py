@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from kvik.models.decoder import Decoder, text_decoder
+from kvik.models.eagle3 import WIRINGS, Eagle3Head
 from kvik.spec.declare import Architecture, LayerBuilder
 from kvik.spec.layers import (
     PredictorSpec,
@@ -16,11 +17,16 @@ from kvik.spec.layers import (
 )
 from kvik.spec.model import ModelFacts
 
+
+def llama(spec: ModelFacts, builder: LayerBuilder) -> Decoder | Eagle3Head:
+    return (Eagle3Head if spec.wiring in WIRINGS else Decoder)(spec, builder)
+
+
 LLAMA = Architecture(
     "LlamaForCausalLM",
     "llama",
     "Llama 2, 3 and 3.x, and models of the same architecture",
-    Decoder,
+    llama,
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     mlp_bias="mlp_bias",

@@ -340,13 +340,11 @@ class MemoryPlanner:
 
 def _computing(shape: ModelShape, at: Setting) -> tuple[EngineConfig, ModelSpec, Hardware, Compute]:
     """Return the options, model, hardware and compute settings of an engine in a setting."""
-    quantization, heads = weight_facts(at.weight_format).quantization or "none", at.source.heads
+    quantization, method = weight_facts(at.weight_format).quantization or "none", at.source.method
     spec = shape.like.in_floats
     if at.weight_format == shape.stored and shape.like.quantization is not None:
         spec, quantization = shape.like, "none"
     dtype = shape.working_dtype(at.weight_format)
-    method = heads.kind if heads else "draft_model" if at.source.spec else None
-    method = MTP if at.source == OWN_HEAD else method
     config = EngineConfig(
         dtype=dtype,
         quantization=quantization,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvik.config.compute import choose_dtype
 from kvik.config.config import EngineConfig, Notes
-from kvik.config.draft_heads import KINDS, MEDUSA, heads_for
+from kvik.config.draft_heads import KINDS, MEDUSA, eagle3_facts, heads_for, is_eagle3
 from kvik.config.hardware import Hardware, detect, find_gpus
 from kvik.config.memory import HeadsFootprint, Limit
 from kvik.config.model_source import CONFIG
@@ -409,6 +409,10 @@ def draft_seconds(shape: ModelShape, at: Setting) -> float:
         size += HeadsFootprint(heads, shape.working_dtype(at.weight_format), heads.depth).weights
         size /= heads.depth if heads.kind == MEDUSA else 1  # Medusa's heads draft together
         return size / at.device.read_rate(size)
+    if at.source.taps:
+        assert at.source.spec is not None
+        size = at.source.spec.weight_bytes(shape.working_dtype(at.weight_format), "none")
+        return size / at.device.read_rate(size)
     draft = replace(read_shape(at.source.path), kernels=shape.kernels)
     step = decode(at.group, min(at.context, draft.max_context))
     return step_time(draft, replace(at, tp=1, pp=1), step).expected
@@ -437,9 +441,12 @@ def draft_source(name: str | None, shape: ModelShape) -> DraftSource:
                 raise ModelError("draft", error.message) from None
             return DraftSource(name, heads=heads)
     try:
+        if os.path.isfile(folder / CONFIG) and is_eagle3(values):
+            head, taps = eagle3_facts(folder, shape.like)
+            return DraftSource(name, head, taps=taps)
         return DraftSource(name, read_shape(name).spec)
     except ModelError as error:
-        reason = error.message if error.field == "model" else str(error)
+        reason = error.message if error.field in ("model", "spec_model") else str(error)
         raise ModelError("draft", reason) from None
 
 

@@ -196,6 +196,26 @@ class Architecture:
 
 
 @dataclass(frozen=True, slots=True)
+class Taps:
+    """Keeps copies of the residual stream before some layers, which draft heads read.
+
+    Attributes:
+        layers: in ascending order.
+        copy: copies [tokens, hidden].
+        kept: the copies so far.
+    """
+
+    layers: tuple[int, ...]
+    copy: Callable[[Tensor], Tensor]
+    kept: list[Tensor] = field(default_factory=list)
+
+    def see(self, layer: int, x: Tensor) -> None:
+        """Take the residual stream x [tokens, hidden] before a layer."""
+        if layer in self.layers:
+            self.kept.append(self.copy(x))
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardContext:
     """Inputs of a forward pass in addition to token ids; passed explicitly, never global.
 
@@ -207,6 +227,7 @@ class ForwardContext:
         token_inputs: [tokens, layers, width], what each layer reads of a token alone; the model
             makes them of its own inputs. None: layers read no such vectors.
         made: results of `once`, by what made them.
+        taps: what keeps the residual stream between layers; None: nothing does.
     """
 
     positions: Tensor
@@ -215,6 +236,7 @@ class ForwardContext:
     states: tuple[Any, ...] = ()
     token_inputs: Tensor | None = None
     made: dict[Callable[[Tensor], Tensor], Tensor] = field(default_factory=dict)
+    taps: Taps | None = None
 
     def once(self, make: Callable[[Tensor], Tensor]) -> Tensor:
         """Return `make(positions)`, computed for the first layer that asks and shared by all."""
@@ -547,7 +569,8 @@ class Declaration:
     @property
     def embedding(self) -> DeclaredTable:
         """The table of tokens."""
-        return next(table for table in self.tables if table.role == "embedding")
+        none = DeclaredTable("embedding", "", 0, 0)  # draft heads use their model's
+        return next((table for table in self.tables if table.role == "embedding"), none)
 
     @property
     def head(self) -> DeclaredLinear:

@@ -154,9 +154,14 @@ class DecodeGraphs(Graph):
             inputs.padded("logits_indices", size.samples),
         )
         if self._output is None:  # one for all sizes: it is read before the next step
-            samples = self._most_samples
-            rest = (zero_rows(samples, tensor) for tensor in output.tensors[1:])
-            self._output = StepOutput(zero_rows(self._most_tokens, output.hidden), *rest)
+            tokens, samples = self._most_tokens, self._most_samples
+            self._output = StepOutput(
+                zero_rows(tokens, output.hidden),
+                zero_rows(samples, output.logits),
+                zero_rows(samples, output.top),
+                zero_rows(samples, output.top_ids),
+                tuple(zero_rows(tokens, tap) for tap in output.taps),
+            )
             self._memory.share(sum(tensor.nbytes for tensor in self._output.tensors))
         for buffer, part in zip(self._output.tensors, output.tensors, strict=True):
             buffer[: len(part)].copy_(part)

@@ -23,7 +23,7 @@ from kvik.kernels.ops import Ops
 from kvik.kernels.upload import upload
 from kvik.nn.kv_formats import NO_STATES, KVCache, States
 from kvik.nn.layers import PooledHead
-from kvik.spec.declare import ForwardContext, Network
+from kvik.spec.declare import ForwardContext, Network, Taps
 from kvik.spec.kv import KVGroup
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.shares import PipelineStage
@@ -111,20 +111,23 @@ class StepOutput:
         logits: [sampling rows, vocab] fp32.
         top, top_ids: [sampling rows] fp32 and int64, the largest logit of each row and its token;
             see `Ops.largest`.
+        taps: [tokens, hidden] each, of `EngineNetwork.taps`.
     """
 
     hidden: Tensor
     logits: Tensor
     top: Tensor
     top_ids: Tensor
+    taps: tuple[Tensor, ...] = ()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.hidden, self.logits, self.top, self.top_ids
+        return self.hidden, self.logits, self.top, self.top_ids, *self.taps
 
     def first(self, tokens: int, samples: int) -> StepOutput:
         """Return the first tokens and sampling rows."""
-        return StepOutput(self.hidden[:tokens], *(rows[:samples] for rows in self.tensors[1:]))
+        rows = (self.logits[:samples], self.top[:samples], self.top_ids[:samples])
+        return StepOutput(self.hidden[:tokens], *rows, tuple(tap[:tokens] for tap in self.taps))
 
 
 class Graph:
@@ -155,6 +158,7 @@ class EngineNetwork:
         pooling, pooled: how hidden states become a vector or score; None: the model does not
             specify a pooling, or there is no head after it.
         generates: it has logits of tokens.
+        taps: layers before which the residual stream is part of the output of a step.
     """
 
     model: Network
@@ -169,6 +173,7 @@ class EngineNetwork:
     pooling: PoolingSpec | None = None
     pooled: PooledHead | None = None
     generates: bool = True
+    taps: tuple[int, ...] = ()
 
     def forward(
         self,
@@ -188,7 +193,9 @@ class EngineNetwork:
             self.backend.plan(layout, group.spec.window if group.layers else None)
             for layout, group in zip(layouts, self.groups, strict=True)
         )
-        ctx = ForwardContext(positions, metadata, self.kv.layers, self.states.layers)
+        taps = Taps(self.taps, lambda x: self.ops.scaled(x, 1.0)) if self.taps else None
+        kv, states = self.kv.layers, self.states.layers
+        ctx = ForwardContext(positions, metadata, kv, states, taps=taps)
         model, stage = self.model, self.stage
         if stage is None:
             hidden = model.forward(input_ids, ctx)
@@ -201,7 +208,8 @@ class EngineNetwork:
         if not self.generates:
             return StepOutput(hidden, hidden[:0], hidden[:0], hidden[:0])
         logits = self.model.logits(self.ops.gather_rows(hidden, logits_indices))
-        return StepOutput(hidden, logits, *self.ops.largest(logits))
+        kept = () if taps is None else tuple(taps.kept)
+        return StepOutput(hidden, logits, *self.ops.largest(logits), kept)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits of rows of `StepOutput.hidden`: [rows, hidden] -> [rows, vocab] fp32."""

@@ -100,7 +100,7 @@ class Speculator(Participant[None]):
         batch = step.batch
         assert step.output is not None
         try:
-            self.drafter.read_step(batch, step.output.hidden)
+            self.drafter.read_step(batch, step.output)
         except Exception:
             self._complain()
         rows = len(batch.sampling_rows)

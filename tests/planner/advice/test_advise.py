@@ -218,6 +218,13 @@ def test_an_expensive_draft_model_needs_higher_acceptance() -> None:
     assert needed(None) < needed("qwen2.5-0.5b") < needed("llama-3.2-1b")
 
 
+def test_heads_that_one_process_computes_are_for_one_device() -> None:
+    goal = Goal(concurrency=1, acceptance=0.8, draft="mtp")
+    found = report("glm-4.5-air", replace(H100, memory=400 << 30), goal)
+    assert "--spec-method mtp" in found.flags
+    assert not any("spec-model" in flag or "parallel" in flag for flag in found.flags)
+
+
 def test_a_draft_model_takes_its_time() -> None:
     goal = Goal(concurrency=1, acceptance=0.7)
     free = report("llama-3-8b", H100, goal)

@@ -6,15 +6,12 @@ import random
 from pathlib import Path
 
 import pytest
+from helpers.drafters import note_drafts
 from helpers.predicting import NAMES, WEIGHTS, Head, save_predicting
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from kvik import LLM, SamplingParams
 from kvik.errors import KvikError
-from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
-from kvik.worker.drafters.registry import DRAFTERS, DrafterParts
-from kvik.worker.input_batch import InputBatch
 
 DRAFTED = 3
 MTP = {
@@ -37,30 +34,9 @@ WAYS = {
 }
 
 
-class Noting(Drafter):
-    """Notes the drafts after each text."""
-
-    def __init__(self, inner: Drafter, parts: DrafterParts, noted: dict[tuple[int, ...], list]):
-        self.inner = inner
-        self.table = parts.table
-        self.noted = noted
-
-    def read_step(self, batch: InputBatch, hidden: Tensor) -> None:
-        self.inner.read_step(batch, hidden)
-
-    def propose(self, rows: DraftRows) -> Drafts:
-        drafts = self.inner.propose(rows)
-        for slot, found in zip(rows.slots.tolist(), drafts.by_row(), strict=True):
-            text = self.table.token_ids[slot, : self.table.num_tokens[slot]].tolist()
-            self.noted[tuple(text)] = found
-        return drafts
-
-
 @pytest.fixture
 def noted(monkeypatch) -> dict[tuple[int, ...], list[int]]:
-    noted, make = {}, DRAFTERS["mtp"]
-    monkeypatch.setitem(DRAFTERS, "mtp", lambda parts: Noting(make(parts), parts, noted))
-    return noted
+    return note_drafts(monkeypatch, "mtp")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from kvik.config.fit import MAX_NUM_SEQS
 from kvik.config.hardware import Hardware
-from kvik.config.speculative import DraftSource
+from kvik.config.speculative import ALONE_METHODS, NO_SOURCE, OWN_HEAD, DraftSource
 from kvik.errors import CapacityError, ConfigError
 from kvik.planner.advice import reasons
 from kvik.planner.advice.reasons import (
@@ -65,7 +65,7 @@ def serving_flags(serving: Serving, usual: Serving) -> tuple[str, ...]:
         ("max_num_seqs", serving.seqs, serving.seqs != usual.seqs),
         ("max_num_batched_tokens", serving.budget, serving.budget != serving.usual_budget),
         ("spec_method", _method(source), drafting is not None),
-        ("spec_model", shlex.quote(source.path), bool(source.path)),
+        ("spec_model", shlex.quote(source.path), source not in (NO_SOURCE, OWN_HEAD)),
         ("spec_tokens", drafting.drafts if drafting else 0, drafting is not None),
     ]
     return tuple(flag(option, value) for option, value, changed in options if changed)
@@ -84,12 +84,13 @@ def kv_formats(serving: Serving) -> Iterator[Position]:
 
 def _method(source: DraftSource) -> str:
     """Return the method of a drafter, prompt lookup if there is none."""
-    return source.heads.kind if source.heads else "draft_model" if source.path else "ngram"
+    return source.method or "ngram"
 
 
 def drafting_flags(source: DraftSource) -> tuple[str, ...]:
     """Return the flags that turn speculation on; the engine adapts the number of drafts."""
-    model = (flag("spec_model", shlex.quote(source.path)),) if source.path else ()
+    named = source not in (NO_SOURCE, OWN_HEAD)
+    model = (flag("spec_model", shlex.quote(source.path)),) if named else ()
     return flag("spec_method", _method(source)), *model
 
 
@@ -104,9 +105,16 @@ def speculations(
     """Yield numbers of drafts per step, by a model or heads, which take memory too, or else by
     prompt lookup at no cost."""
     at = replace(serving.at, source=source)
+    if source == OWN_HEAD:
+        serving = replace(serving, shape=serving.shape.with_own_head())
     seconds = draft_seconds(serving.shape, replace(at, batch=batch))
     if source.path:
-        serving = _renewed(serving, at)
+        try:
+            serving = _renewed(serving, at)
+        except ConfigError:
+            if at.parts > 1:  # some heads run in one process alone
+                return
+            raise
     for drafts in DRAFTS:
         drafting = Drafting(drafts, acceptance, drafts * seconds)
         name = "1 draft a step" if drafts == 1 else f"{drafts} drafts a step"
@@ -133,8 +141,8 @@ def made_formats(serving: Serving) -> tuple[str, ...]:
 
 def device_counts(serving: Serving) -> Iterator[int]:
     """Yield the numbers of devices that can share the model; on a CPU only 1, since its processes
-    share one memory."""
-    if serving.at.exact:
+    share one memory, and for heads that one process computes."""
+    if serving.at.exact or serving.at.source.method in ALONE_METHODS:
         yield 1
         return
     count = 1

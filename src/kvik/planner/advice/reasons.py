@@ -348,7 +348,8 @@ def worthwhile(percent: int | None, source: DraftSource) -> str:
 
 def _cost(source: DraftSource) -> str:
     if source.path:
-        return f"made by the {'heads' if source.heads else 'draft model'}"
+        model = source.method == "draft_model"
+        return f"made by the {'draft model' if model else 'heads'}"
     return "found by prompt lookup at no cost"
 
 

@@ -13,6 +13,7 @@ from kvik.frozen import frozen
 
 if TYPE_CHECKING:
     from kvik.worker.draft_tree import DraftTree
+    from kvik.worker.graphs import StepOutput
     from kvik.worker.input_batch import InputBatch
 
 
@@ -94,12 +95,11 @@ class Drafter:
     def leave(self, slot: int) -> None:
         """Forget the request of this slot, which ended or was preempted."""
 
-    def read_step(self, batch: InputBatch, hidden: Tensor) -> None:
+    def read_step(self, batch: InputBatch, output: StepOutput) -> None:
         """Read a finished step, before proposals for its requests.
 
         Args:
-            batch: of the step; the tables know its results.
-            hidden: [tokens, hidden], normalised.
+            batch, output: of the step; the tables know its results.
         """
 
     def propose(self, rows: DraftRows) -> Drafts:

@@ -15,7 +15,7 @@ from kvik.errors import ModelError
 from kvik.kernels.upload import upload
 from kvik.models.draft_heads import EagleLayer, MedusaHeads
 from kvik.nn.builder import Builder
-from kvik.nn.checkpoint import SINGLE, FolderCheckpoint, open_checkpoint
+from kvik.nn.checkpoint import SINGLE, WHOLE, FolderCheckpoint, open_checkpoint
 from kvik.nn.loader import load_weights
 from kvik.nn.safetensors import read_header
 from kvik.worker.draft_tree import MAX_NODES, DraftTree
@@ -60,6 +60,7 @@ class MedusaDrafter(Drafter):
         return likely[:, self._depth, self._rank]
 
 
+OFFSETS = "d2t"  # id of each drafted token in the model, minus its own
 MEDUSA_FILE = "medusa_lm_head.safetensors"  # saved by Medusa's training code
 # Assumed accuracies of heads without measured ones; they fall with depth and rank.
 _FIRST, _DEEPER, _NEXT_RANK, _RANKS = 0.6, 0.8, 0.3, 8
@@ -109,6 +110,22 @@ def load_eagle(folder: Path, sizes: tuple[int, int], parts: PlatformParts) -> Ea
         layer = EagleLayer(builder, hidden=spec.hidden_size, inner=spec.inner_size)
         _load(builder)
     return layer
+
+
+def drafted_tokens(folder: Path, count: int) -> tuple[int, ...] | None:
+    """Return the model's id of each token that an EAGLE-3 head drafts; None: the ids are the same.
+
+    Raises:
+        ModelError: the tensor of ids is malformed.
+    """
+    checkpoint = open_checkpoint(folder)
+    entry = checkpoint.entries.get(OFFSETS)
+    if entry is None:
+        return None
+    if entry.shape != (count,) or entry.dtype not in ("I64", "I32"):
+        raise ModelError("spec_model", f"tensor {OFFSETS} must have {count} integers")
+    (run,) = checkpoint.runs({OFFSETS: WHOLE})
+    return tuple((run.values.long() + torch.arange(count)).tolist())
 
 
 def tree_of(spec: HeadsSpec, drafts: int, *, chain: bool = False) -> DraftTree:

@@ -12,18 +12,26 @@ from torch import Tensor
 
 from kvik.config.config import ResolvedConfig
 from kvik.config.memory import SAMPLER_BYTES
-from kvik.config.speculative import FORCED, MTP, ResolvedSpeculation
+from kvik.config.speculative import EAGLE3, FORCED, MTP, ResolvedSpeculation
 from kvik.errors import ModelError
 from kvik.models.decoder import Decoder
+from kvik.models.eagle3 import Eagle3Head
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.kv import group_layers
 from kvik.spec.model import DTYPE_BYTES
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import Drafter
+from kvik.worker.drafters.cached_heads import CachedHeadDrafter, CachedHeadNetwork, Head
 from kvik.worker.drafters.draft_model import DraftModel, DraftNetwork, Vocabulary
 from kvik.worker.drafters.eagle import EagleDrafter
-from kvik.worker.drafters.heads import HeadTarget, MedusaDrafter, load_eagle, load_medusa, tree_of
-from kvik.worker.drafters.mtp import MtpDrafter, PredictorNetwork
+from kvik.worker.drafters.heads import (
+    HeadTarget,
+    MedusaDrafter,
+    drafted_tokens,
+    load_eagle,
+    load_medusa,
+    tree_of,
+)
 from kvik.worker.drafters.ngram import NgramDrafter
 from kvik.worker.drafters.suffix import SuffixDrafter
 from kvik.worker.graphs import EngineNetwork, Graph, RowFunction, RowGraph
@@ -42,6 +50,7 @@ class DrafterParts:
 
     Attributes:
         idle_work: preparations for idle time, to which the drafter adds its own.
+        storages: of the drafter's cache, whose blocks are copied with the target's.
     """
 
     speculation: ResolvedSpeculation
@@ -51,6 +60,7 @@ class DrafterParts:
     network: EngineNetwork  # the target's
     platform: Platform
     idle_work: list[IdleWork] = field(default_factory=list)
+    storages: list[Tensor] = field(default_factory=list)
 
     @property
     def vocab_size(self) -> int:
@@ -152,28 +162,74 @@ def _draft_model(parts: DrafterParts) -> Drafter:
 
 
 def _mtp(parts: DrafterParts) -> Drafter:
-    config, model, chosen = parts.config, parts.network.model, parts.platform.parts
+    config, model = parts.config, parts.network.model
     assert isinstance(model, Decoder) and model.predictor is not None
-    spec, predictor, scheduler = config.model, model.predictor, config.scheduler
-    sizes = StepSizes.of(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-    inputs = torch.zeros(
-        sizes.tokens, 2 * spec.hidden_size, dtype=chosen.dtype, device=chosen.device
-    )
-    predictor.inputs = inputs
-    network = replace(parts.network, model=predictor)
-    groups = config.cache.groups
+    spec, groups = config.model, config.cache.groups
     group = next(i for i, group in enumerate(groups) if spec.num_layers in group.layers)
-    head = PredictorNetwork(
-        predictor,
+    network = replace(parts.network, model=model.predictor)
+    vocabulary = Vocabulary(spec.vocab_size, spec.vocab_size, None, parts.device)
+    model.predictor.inputs = _inputs(parts, 2)
+    return _reading(parts, model.predictor, network, spec, vocabulary, group)
+
+
+def _eagle3(parts: DrafterParts) -> Drafter:
+    source, config, model = parts.speculation.source, parts.config, parts.network.model
+    spec, folder = source.spec, Path(source.path)
+    assert spec is not None
+    if not isinstance(model, Decoder):
+        raise ModelError(
+            "spec_method", f"must not be eagle3: {config.model.architecture} has no taps"
+        )
+    groups = group_layers(spec.kv_specs(DTYPE_BYTES[config.runner.dtype]), separate=True)
+    network = load_network(config, parts.platform, spec, folder, groups, "none", drafts=True)
+    parts.storages.extend(network.kv.storages)
+    head = network.model
+    assert isinstance(head, Eagle3Head)
+    head.inputs, head.residual, head.embed = _inputs(parts, 2), _inputs(parts, 1), model.embed
+    meanings = None
+    if config.runner.load_format != "random":
+        meanings = drafted_tokens(folder, spec.vocab_size)
+    vocabulary = Vocabulary(parts.vocab_size, spec.vocab_size, meanings, parts.device)
+    return _reading(parts, head, network, spec, vocabulary, parts.speculation.draft_group)
+
+
+def _inputs(parts: DrafterParts, count: int) -> Tensor:
+    """Return memory for `count` hidden states of each token of a step."""
+    tokens, chosen = _sizes(parts).tokens, parts.platform.parts
+    width = count * parts.config.model.hidden_size
+    return torch.zeros(tokens, width, dtype=chosen.dtype, device=chosen.device)
+
+
+def _sizes(parts: DrafterParts) -> StepSizes:
+    scheduler = parts.config.scheduler
+    return StepSizes.of(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+
+
+def _reading(
+    parts: DrafterParts,
+    head: Head,
+    network: EngineNetwork,
+    spec: ModelSpec,
+    vocabulary: Vocabulary,
+    group: int,
+) -> Drafter:
+    """Return the drafter of a head that reads the hidden states of all tokens.
+
+    Args:
+        network, spec: of the head.
+        group: KV group of the target whose block tables it shares.
+    """
+    sizes = _sizes(parts)
+    reading = CachedHeadNetwork(
+        head,
         *parts.steps(network, spec, sizes),
-        Vocabulary(spec.vocab_size, spec.vocab_size, None, parts.device),
-        parts.table.view(group, len(groups)),
+        vocabulary,
+        parts.table.view(group, len(network.groups)),
         sizes.tokens,
         spec.max_context,
-        inputs[:0, : spec.hidden_size],
     )
-    memory = SAMPLER_BYTES[parts.device.type]
-    return MtpDrafter(head, Sampler(network.ops), parts.sampling, network.ops.largest, memory)
+    memory, ops = SAMPLER_BYTES[parts.device.type], parts.network.ops
+    return CachedHeadDrafter(reading, Sampler(ops), parts.sampling, ops.largest, memory)
 
 
 # Constructors of drafters by method.
@@ -185,6 +241,7 @@ DRAFTERS: Mapping[str, Callable[[DrafterParts], Drafter]] = {
     "medusa": _medusa,
     "eagle": _eagle,
     MTP: _mtp,
+    EAGLE3: _eagle3,
 }
 
 

@@ -1,12 +1,14 @@
-"""The matrix with drafts of the model's own head, whose keys and values are in the cache: of a
-model with states, and of one with latent vectors and experts."""
+"""The matrix with drafts of heads that read all hidden states: of the own heads of a model with
+states and of one with latent vectors and experts, and of EAGLE-3."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from helpers.drafted_columns import EAGER, TOKENS, with_room
+from helpers.eagle3 import save_eagle3
 from helpers.matrix import (
     ALL_OF_IT,
     BITS,
@@ -23,7 +25,6 @@ from helpers.predicting import save_predicting
 
 from kvik.engine.output import RequestOutput
 
-OPTIONS = {**EAGER, "spec_method": "mtp", "spec_tokens": TOKENS}
 TIERS = ("swap, siblings, three steps in flight", "disk tier", "moved")  # not with states
 NAMES = (
     *("torch", "sdpa", "chunks of 5", "prefix hits, chunks", "no prefix cache", "preemption"),
@@ -38,7 +39,7 @@ def pairs(columns: Sequence[object]) -> list[object]:
     """Return the pairs of a model and a column."""
     return [
         pytest.param(case, *column.values, marks=column.marks, id=f"{case}-{column.values[0].name}")
-        for case in ("qwen3.5", "deepseek3")
+        for case in ("qwen3.5", "deepseek3", "eagle3")
         for column in columns
         if case == "deepseek3" or column.values[0].name not in TIERS
     ]
@@ -47,6 +48,9 @@ def pairs(columns: Sequence[object]) -> list[object]:
 @pytest.fixture(scope="module")
 def model(request, tmp_path_factory) -> dict[str, object]:
     folder = tmp_path_factory.mktemp("model")
+    if request.param == "eagle3":
+        save_eagle3(folder)
+        return {"model": str(folder / "model")}
     save_predicting(folder, request.param)
     return {"model": str(folder)}
 
@@ -59,6 +63,14 @@ def expected(model) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def one_at_a_time(model) -> list[RequestOutput]:
     return reference_outputs({**model, "dtype": "bfloat16"})
+
+
+def options(model: dict[str, object]) -> dict[str, object]:
+    head = Path(str(model["model"])).with_name("head")
+    drafting = {"spec_method": "mtp"}
+    if head.exists():
+        drafting = {"spec_method": "eagle3", "spec_model": str(head)}
+    return {**EAGER, **drafting, "spec_tokens": TOKENS}
 
 
 def check(outputs: list[RequestOutput]) -> None:
@@ -76,11 +88,11 @@ IN_BITS = [
 
 @pytest.mark.parametrize(("model", "column"), pairs(ON_ALL), indirect=["model"])
 def test_tokens_do_not_depend_on_the_head(model, expected, column):
-    check(checked_tokens(with_room(column), model, expected, **OPTIONS))
+    check(checked_tokens(with_room(column), model, expected, **options(model)))
 
 
 @needs_native
 @pytest.mark.parametrize(("model", "column"), pairs(IN_BITS), indirect=["model"])
 def test_native_logprobs_have_the_same_bits(model, one_at_a_time, column, caplog):
-    check(checked_bits(with_room(column), model, "bfloat16", one_at_a_time, **OPTIONS))
+    check(checked_bits(with_room(column), model, "bfloat16", one_at_a_time, **options(model)))
     assert not caplog.records  # every step was replayed

@@ -1,10 +1,11 @@
-"""Drafts from the model's own head for multi-token prediction (`PredictorSpec`).
+"""Drafts from heads that read the hidden states of all tokens: the model's own head for multi-token
+prediction (`PredictorSpec`), and EAGLE-3 (`models/eagle3.py`).
 
-The head has one layer, whose keys and values are in the target's cache like those of any layer. Its
-entry at a place is of the model's hidden state there and of the token after it, so it is computed
-after each step, for every token of every request: later requests may share the block, and hidden
-states are not kept. The drafts after the first continue from the head's own hidden states; the
-next steps replace their entries.
+Such a head has one layer, whose keys and values are in the target's blocks: as those of one more
+layer, or in a cache of its own that has the same blocks. Its entry at a place is of the model's
+hidden state there and of the token after it, so it is computed after each step, for every token of
+every request: later requests may share the block, and hidden states are not kept. The drafts after
+the first continue from the head's own hidden states; the next steps replace their entries.
 
 The last entry of a shared prefix may be of the token that followed it in another request. This
 costs drafts, if anything: every draft is verified.
@@ -13,12 +14,13 @@ costs drafts, if anything: every draft is verified.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvik.kernels.upload import upload
-from kvik.models.decoder import Predictor
 from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
 from kvik.worker.drafters.draft_model import (
     NONE,
@@ -35,8 +37,21 @@ from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.step_inputs import StepInputs
 
 
-class PredictorNetwork(DraftNetwork):
-    """The head with its inputs, whose forwards read hidden states, too.
+class Head(Protocol):
+    """A network that reads hidden states."""
+
+    def read(self, ids: Tensor, hidden: Tensor) -> None:
+        """Set the inputs of the next forward: ids [tokens], and [tokens, ...] hidden states of the
+        tokens before them."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, hidden] -> [rows, vocab] fp32."""
+        ...
+
+
+class CachedHeadNetwork(DraftNetwork):
+    """A head with its inputs, whose forwards read hidden states, too.
 
     Attributes:
         hidden: [rows, hidden], what the next forward reads; after it, its own hidden states that
@@ -47,34 +62,33 @@ class PredictorNetwork(DraftNetwork):
 
     def __init__(
         self,
-        predictor: Predictor,
+        head: Head,
         graph: Graph,
         inputs: StepInputs,
         vocabulary: Vocabulary,
         table: RequestTable,
         max_tokens: int,
         max_context: int,
-        hidden: Tensor,
     ) -> None:
         super().__init__(graph, inputs, vocabulary, table, max_tokens, max_context)
-        self.predictor = predictor
-        self.hidden = hidden
+        self.head = head
+        self.hidden = torch.empty(0)
 
     def run(self, batch: InputBatch, tokens: Tensor | None = None) -> StepOutput:
         self.inputs.send()
         ids = batch.input_ids if tokens is None else tokens
-        self.predictor.read(ids, self.hidden[: len(ids)])
+        self.head.read(ids, self.hidden[: len(ids)])
         output = super().run(batch, tokens)
         self.hidden = output.hidden.index_select(0, batch.logits_indices)
         return output
 
 
-class MtpDrafter(Drafter):
-    """Makes chains of drafts with the model's own head."""
+class CachedHeadDrafter(Drafter):
+    """Makes chains of drafts with such a head."""
 
     def __init__(
         self,
-        network: PredictorNetwork,
+        network: CachedHeadNetwork,
         sampler: Sampler,
         sampling: SamplingTable,
         largest: Callable[[Tensor], tuple[Tensor, Tensor]],
@@ -94,9 +108,10 @@ class MtpDrafter(Drafter):
         # By slot, the row of `_output` after the newest token.
         self._rows = np.zeros(len(network.table.num_tokens), np.int64)
 
-    def read_step(self, batch: InputBatch, hidden: Tensor) -> None:
+    def read_step(self, batch: InputBatch, output: StepOutput) -> None:
         """Compute the entries of all tokens of a step whose next token is known."""
         network, table = self.network, self.network.table
+        hidden = torch.cat(output.taps, 1) if output.taps else output.hidden
         self._output = None
         begins = batch.ends - np.diff(batch.starts)
         ends = np.minimum(batch.ends, table.num_tokens[batch.slots] - 1)
@@ -126,8 +141,9 @@ class MtpDrafter(Drafter):
             self._sampler, self._sampling, rows, chosen, lengths, rows.limits, self._memory
         )
         hidden = output.index_select(0, upload(self._rows[slots[chosen]], output.device))
-        logits = network.predictor.logits(hidden)
-        tokens = guessing.draft(0, logits, self._largest(logits))
+        logits = network.head.logits(hidden)
+        first = StepOutput(hidden, logits, *self._largest(logits))
+        tokens = guessing.draft(0, *network.logits(first))
         further = chosen[: np.count_nonzero(counts > 1)]
         if len(further):
             network.hidden = hidden

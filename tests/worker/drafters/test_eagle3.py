@@ -1,0 +1,112 @@
+"""The drafts of an EAGLE-3 head are those of its definition, whatever the engine does."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.drafters import note_drafts
+from helpers.eagle3 import Eagle3, save_eagle3
+
+from kvik import LLM, SamplingParams
+from kvik.errors import KvikError
+
+WAYS: dict[str, dict[str, Any]] = {
+    "native": {},
+    "torch": {"kernels": "torch"},
+    "chunks": {"max_num_batched_tokens": 17, "block_size": 8},
+    "preemption": {"num_blocks": 12},
+}
+
+
+def options(root: Path, **more: Any) -> dict[str, Any]:
+    drafting = {"method": "eagle3", "model": str(root / "head"), "num_speculative_tokens": 3}
+    return {
+        "model": str(root / "model"),
+        "device": "cpu",
+        "threads": 1,
+        "dtype": "float32",
+        "max_model_len": 96,
+        "max_num_seqs": 8,
+        "speculative_config": {**drafting, "adaptive": False},
+        **more,
+    }
+
+
+@pytest.fixture(scope="module", params=["residual", "norm before residual"])
+def saved(request, tmp_path_factory) -> tuple[Path, Eagle3]:
+    root = tmp_path_factory.mktemp("eagle3")
+    return root, save_eagle3(root, normed=request.param != "residual")
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(3, 96) for _ in range(n)] for n in (1, 2, 8, 16, 31, 40)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_drafts_are_those_of_the_definition(way, saved, monkeypatch):
+    (root, head), noted = saved, note_drafts(monkeypatch, "eagle3")
+    greedy = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    with LLM(**options(root, **WAYS[way])) as llm:
+        first = llm.generate(prompts(), greedy)
+        longer = [out.prompt_token_ids + out.outputs[0].token_ids + [5, 6] for out in first]
+        again = llm.generate([*longer, *prompts()], greedy)  # with prefixes in the cache
+        assert way == "preemption" or any(out.num_cached_tokens for out in again)
+        assert way != "preemption" or llm.stats().preemptions
+        drafts = llm.stats().speculation.drafts
+        assert 0 < drafts.accepted < drafts.drafts
+    assert sum(map(len, noted.values())) > 50
+    for text, found in noted.items():
+        assert found == head.drafts(text, len(found))
+
+
+def test_forks_copy_its_keys(saved, monkeypatch):
+    (root, head), noted = saved, note_drafts(monkeypatch, "eagle3")
+    siblings = SamplingParams(temperature=0.0, n=3, max_tokens=9, ignore_eos=True)
+    with LLM(**options(root, max_num_seqs=24)) as llm:  # all siblings run together
+        llm.generate(prompts(), siblings)
+    assert noted
+    for text, found in noted.items():
+        assert found == head.drafts(text, len(found))
+
+
+def test_heads_that_it_refuses(saved, tmp_path):
+    root, _ = saved
+    stored = json.loads((root / "head" / "config.json").read_text())
+    for change in (
+        {"architectures": ["LlamaForCausalLM"]},
+        {"hidden_size": 64},
+        {"num_hidden_layers": 2},
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}},
+        {"draft_vocab_size": 71},
+    ):
+        head = tmp_path / "head"
+        head.mkdir(exist_ok=True)
+        (head / "config.json").write_text(json.dumps(stored | change))
+        weights = (root / "head" / "model.safetensors").read_bytes()
+        (head / "model.safetensors").write_bytes(weights)
+        drafting = {"method": "eagle3", "model": str(head)}
+        with pytest.raises(KvikError, match="^spec_model: "):
+            LLM(**options(root, speculative_config=drafting))
+    for option in ("tensor_parallel_size", "pipeline_parallel_size"):
+        with pytest.raises(KvikError, match=f"^{option}: "):
+            LLM(**options(root, threads=2, **{option: 2}))
+    with pytest.raises(KvikError, match="^kv_tiers: "):
+        LLM(**options(root, kv_tiers="memory:64MiB"))
+
+
+def test_the_plan_counts_it(saved):
+    root, head = saved
+    with (
+        LLM(**options(root)) as llm,
+        LLM(**options(root, spec_method="off", spec_model=None)) as plain,
+    ):
+        ours, theirs = llm.resolved.memory, plain.resolved.memory
+    ids = ("d2t", "t2d")
+    read = sum(values.nbytes for name, values in head.tensors.items() if name not in ids)
+    assert ours.weights - theirs.weights == read
+    assert ours.activations > theirs.activations and ours.kv_cache > theirs.kv_cache
