@@ -16,6 +16,7 @@ from helpers.adapters import (
     write_merged,
 )
 from helpers.gguf_models import save_gguf
+from helpers.tiny_encoders import save_encoder
 from helpers.tiny_families import ALL
 from helpers.tiny_models import save_tiny, tokens
 from safetensors.torch import load_file, save_file
@@ -26,6 +27,7 @@ from kvik.config.config import EngineConfig
 from kvik.engine.output import RequestOutput
 from kvik.errors import KvikError, ParamError
 from kvik.files import ADAPTER_FILES
+from kvik.launch import resolve_config
 from kvik.model_files import model_files
 from kvik.nn.checkpoint import SINGLE
 
@@ -173,13 +175,28 @@ def test_the_engine_cache_knows_the_adapters(
     assert torch.equal(scores(*plain), scores(*expected))
 
 
-def test_the_plan_has_the_bytes_of_the_adapters(llama: tuple[Path, dict[str, Path]]) -> None:
-    model, adapters = llama
-    options = {"model": str(model), "device": "cpu", "threads": 1, "dtype": "float32"}
-    with LLM(**options) as without, LLM(**options, adapters=adapters) as having:
-        planned = having.resolved.memory.weights - without.resolved.memory.weights
-    files = sum((folder / ADAPTER_FILES[1]).stat().st_size for folder in adapters.values())
-    assert files < planned
+def planned_weights(model: Path, **options: Any) -> int:
+    config = EngineConfig(model=str(model), device="cpu", threads=1, dtype="float32", **options)
+    return resolve_config(config).memory.weights
+
+
+def test_the_plan_has_the_bytes_of_the_adapters(
+    llama: tuple[Path, dict[str, Path]], tmp_path: Path
+) -> None:
+    save_encoder(tmp_path / "bare", "BertModel")  # its names lack those of the trunk
+    named = linear_layers(model_files(tmp_path / "bare").spec())
+    pairs = draw_pairs({name.removeprefix("bert."): size for name, size in named.items()})
+    bare = tmp_path / "bare", {"a": write_adapter(tmp_path / "a", pairs)}
+    for model, adapters in (llama, bare):
+        files = sum((folder / ADAPTER_FILES[1]).stat().st_size for folder in adapters.values())
+        having = tuple(f"{name}={folder}" for name, folder in adapters.items())
+        assert files < planned_weights(model, adapters=having) - planned_weights(model)
+    options = {"device": "cpu", "dtype": "float32", "adapters": bare[1]}
+    with LLM(str(bare[0]), **options) as llm:
+        plain, adapted = (
+            torch.tensor(llm.embed(tokens(9), adapter=name)[0].embedding) for name in ("", "a")
+        )
+    assert plain @ adapted < 0.99
 
 
 def with_pairs(pairs: Mapping[str, tuple[int, int]]) -> Callable[[Path], object]:

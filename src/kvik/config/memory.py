@@ -31,6 +31,7 @@ from kvik.config.graph_sizes import (
 from kvik.config.units import MIB
 from kvik.core.config import RESERVED_BLOCKS
 from kvik.models.model_spec import ModelSpec
+from kvik.spec.adapters import in_block
 from kvik.spec.kv import AUTO, STATE_BYTES, KVGroup, block_bytes, group_layers, stored_as
 from kvik.spec.model import DTYPE_BYTES, LinearLayers
 from kvik.spec.shares import TILE, PipelineStage, cut_groups, stage_groups
@@ -160,13 +161,14 @@ class AdaptersFootprint:
         """Return the sizes of adapters of a model.
 
         Args:
-            ranks: of the layers that each adapts, by their names.
+            ranks: of the layers that each adapts, by their names from the block on.
         """
         weights = outputs = largest_rank = 0
         for linear in spec.declaration.linears:
             if not linear.adaptable:
                 continue
-            rank = sum(max(of.get(name, 0) for of in ranks) for name in linear.names)
+            names = map(in_block, linear.names)
+            rank = sum(max(of.get(name, 0) for of in ranks) for name in names)
             if rank:
                 width = sum(linear.outputs)
                 # Kernels pad both sides of a matrix.

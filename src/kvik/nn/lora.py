@@ -339,7 +339,7 @@ def _read(folder: Path, config: Fields) -> dict[str, list[Change]]:
         else:
             raise ModelError(WEIGHTS, f"must have both matrices of {shown(module)}")
         rank = product.rank
-        if product.b.entry.shape[not product.turned] != rank:
+        if product.b.entry.shape[not product.turned] != rank or rank == 0:
             raise ModelError(WEIGHTS, f"must have both matrices of {shown(module)}, of one rank")
         scale = alphas[module] / (sqrt(rank) if by_root else rank)
         changes.setdefault(f"{module}.weight", []).append(replace(product, scale=scale))

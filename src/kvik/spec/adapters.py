@@ -19,7 +19,14 @@ TENSOR_NAME = re.compile(
     r"base_model\.model\.(.+?)(?:\.base_layer)?\."
     r"(?:lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB])|(?P<whole>weight|bias))"
 )
+_IN_BLOCK = re.compile(r"[^.]+\.\d+\..+")
 MAX_HEADER_BYTES = 100_000_000
+
+
+def in_block(layer: str) -> str:
+    """Return a layer's name from its block on, since what precedes differs between checkpoints."""
+    match = _IN_BLOCK.search(layer)
+    return layer if match is None else match[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +55,7 @@ class Adapter:
         return Adapter(name, str(folder), digest.hexdigest())
 
     def ranks(self) -> dict[str, int]:
-        """Return the rank of each adapted linear layer, by its name in the model's checkpoint.
+        """Return the rank of each adapted linear layer, by its name from its block on.
 
         The loader checks the file; a broken one adapts nothing here.
         """
@@ -62,7 +69,7 @@ class Adapter:
             return {}
         matches = {name: TENSOR_NAME.fullmatch(name) for name in shapes}
         return {
-            match[1]: shapes[name][0]
+            in_block(match[1]): shapes[name][0]
             for name, match in matches.items()
             if match and match["linear"] == "A" and shapes[name]
         }
