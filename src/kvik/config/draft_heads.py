@@ -15,6 +15,7 @@ from kvik.spec.fields import MAX_VOCAB, MAX_WIDTH, Fields, read_json
 
 MEDUSA, EAGLE = KINDS = ("medusa", "eagle")
 MIN_TAPPED = 7  # layers of a model with an EAGLE-3 head
+TAPPED = "eagle_aux_hidden_state_layer_ids"
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of the model
 MAX_DEPTH, MAX_LAYERS, MAX_RANKS = 16, 8, 64
 
@@ -139,12 +140,15 @@ def eagle3_facts(folder: Path, model: ModelSpec) -> tuple[ModelSpec, tuple[int, 
         raise ModelError(
             "spec_model", f"its head is for hidden states of {sizes[0]}, the model has {sizes[1]}"
         )
-    layers = model.num_layers
-    if layers < MIN_TAPPED:
+    if model.num_layers < MIN_TAPPED:
         raise ModelError(
             "spec_model", f"must be left out: the model has fewer than {MIN_TAPPED} layers"
         )
-    return spec, (2, layers // 2, layers - 3)
+    return spec, _taps(model)
+
+
+def _taps(model: ModelSpec) -> tuple[int, ...]:
+    return 2, model.num_layers // 2, model.num_layers - 3
 
 
 def _eagle3_spec(folder: Path, model: ModelSpec) -> ModelSpec:
@@ -155,8 +159,9 @@ def _eagle3_spec(folder: Path, model: ModelSpec) -> ModelSpec:
         raise fields.error("architectures", f"must name one of EAGLE-3, not {names}")
     inner = {**config, **(fields.mapping("transformer_layer_config") or {})}
     Fields(inner).integer("num_hidden_layers", 1, 1, 1)
-    if fields.inside("eagle_config").raw("eagle_aux_hidden_state_layer_ids"):
-        raise fields.error("eagle_config", "must leave out eagle_aux_hidden_state_layer_ids")
+    for part in (fields, fields.inside("eagle_config")):
+        if part.raw(TAPPED) not in (None, [], list(_taps(model))):
+            raise part.error(TAPPED, f"must be {list(_taps(model))}, not {shown(part.raw(TAPPED))}")
     vocab = fields.integer("draft_vocab_size", 1, MAX_VOCAB, model.vocab_size)
     facts = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "vocab_size": vocab}
     facts |= {"tie_word_embeddings": False}

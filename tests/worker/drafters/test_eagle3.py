@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from helpers.drafters import note_drafts
-from helpers.eagle3 import Eagle3, save_eagle3
+from helpers.eagle3 import DRAFTED, LAYERS, Eagle3, save_eagle3
+from safetensors.torch import save_file
 
 from kvik import LLM, SamplingParams
 from kvik.errors import KvikError
@@ -74,6 +75,22 @@ def test_forks_copy_its_keys(saved, monkeypatch):
         assert found == head.drafts(text, len(found))
 
 
+def test_another_form_of_the_same_files(saved, tmp_path, monkeypatch):
+    """Of the speculators project."""
+    (root, head), noted = saved, note_drafts(monkeypatch, "eagle3")
+    stored = json.loads((root / "head" / "config.json").read_text())
+    top = {"architectures": ["Eagle3Speculator"], "draft_vocab_size": DRAFTED}
+    top |= {"norm_before_residual": head.normed, "transformer_layer_config": stored}
+    top |= {"eagle_aux_hidden_state_layer_ids": [2, LAYERS // 2, LAYERS - 3]}
+    (tmp_path / "config.json").write_text(json.dumps(top))
+    tensors = {name.replace("midlayer.", "layers.0."): v for name, v in head.tensors.items()}
+    embedding = head.target.get_input_embeddings().weight.detach().clone()
+    save_file({**tensors, "embed_tokens.weight": embedding}, tmp_path / "model.safetensors")
+    with LLM(**options(root, spec_model=str(tmp_path))) as llm:
+        llm.generate(prompts(), SamplingParams(temperature=0.0, max_tokens=6))
+    assert noted and all(found == head.drafts(text, len(found)) for text, found in noted.items())
+
+
 def test_heads_that_it_refuses(saved, tmp_path):
     root, _ = saved
     stored = json.loads((root / "head" / "config.json").read_text())
@@ -82,6 +99,7 @@ def test_heads_that_it_refuses(saved, tmp_path):
         {"hidden_size": 64},
         {"num_hidden_layers": 2},
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}},
+        {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
         {"draft_vocab_size": 71},
     ):
         head = tmp_path / "head"
