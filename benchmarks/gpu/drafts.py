@@ -3,16 +3,13 @@ wrong, so that the step is timed, independent of a drafter's quality."""
 
 from __future__ import annotations
 
-import tempfile
 import time
 from functools import partial
-from pathlib import Path
 
 from engine import Engine, Skipped, answers
 from models import BEFORE, BUDGET, WARM_UP, Measured
 from notes import Notes
-from place import DEVICE, sized
-from shapes import write_config
+from place import sized
 
 from kvik.worker.captures import MAX_PADDING
 from kvik.worker.cuda_graphs import DecodeGraphs
@@ -63,21 +60,17 @@ class Judging(Measured):
 def measure(notes: Notes, shape: str) -> None:
     registry.DRAFTERS["ngram"] = lambda parts: MadeUp()
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        engine = Engine.load(
-            str(write_config(shape, Path(folder))),
-            dtype="bfloat16",
-            device=DEVICE.type,
-            load_format="random",
-            max_model_len=LONGEST,
-            max_num_seqs=SEQS,
-            max_num_batched_tokens=BUDGET,
-            enable_prefix_caching=False,
-            spec_method="ngram",
-            spec_tokens=DRAFTS,
-            speculative_config={"adaptive": False},
-            **sized({}, {"kv_cache_memory": 4 << 20}),
-        )
+    engine = Engine.random(
+        shape,
+        max_model_len=LONGEST,
+        max_num_seqs=SEQS,
+        max_num_batched_tokens=BUDGET,
+        enable_prefix_caching=False,
+        spec_method="ngram",
+        spec_tokens=DRAFTS,
+        speculative_config={"adaptive": False},
+        **sized({}, {"kv_cache_memory": 4 << 20}),
+    )
     answers(engine, [[1, 2, 3]], 2)
     format = f"bf16, {DRAFTS} drafts"
     notes.fact("ready", time.monotonic() - started, shape=shape, format=format)

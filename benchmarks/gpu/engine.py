@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 
 import torch
-from place import REHEARSED
+from place import DEVICE, REHEARSED
 from rehearsed import rehearsed_worker
+from shapes import write_config
 
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.hardware import detect, find_gpus
@@ -101,6 +104,13 @@ class Engine:
         loop = EngineLoop(EngineCore(resolved), executor, time.monotonic)
         runner = worker._ready()  # its parts get replaced
         return cls(resolved, loop, executor, runner, worker._graphs)
+
+    @classmethod
+    def random(cls, shape: str, **options) -> Engine:
+        """Load an engine with a shape of `shapes.py` and random weights in bfloat16."""
+        options |= {"dtype": "bfloat16", "device": DEVICE.type, "load_format": "random"}
+        with tempfile.TemporaryDirectory() as folder:
+            return cls.load(str(write_config(shape, Path(folder))), **options)
 
     def add(self, prompt: Sequence[int], tokens: int) -> str:
         name = str(next(self.serial))

@@ -9,19 +9,17 @@ products and of causal attention.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
 from engine import Engine, Skipped, answers, captured_sizes
 from notes import Notes
-from place import DEVICE, REHEARSED, sized, synchronize
-from shapes import LOAD, write_config
+from place import REHEARSED, sized, synchronize
+from shapes import LOAD
 
 from kvik.attention.fresh_prompts import FreshPrompts
 from kvik.attention.triton import TritonAttention
@@ -82,19 +80,15 @@ def measure(notes: Notes, shape: str, format: str) -> None:
 
 def loaded(shape: str, format: str, longest: int, seqs: int, **options) -> Engine:
     """Return an engine that has answered once. options: further engine options."""
-    with tempfile.TemporaryDirectory() as folder:
-        engine = Engine.load(
-            str(write_config(shape, Path(folder))),
-            dtype="bfloat16",
-            quantization=QUANTIZATION[format],
-            device=DEVICE.type,
-            load_format="random",
-            max_model_len=longest,
-            max_num_seqs=seqs,
-            max_num_batched_tokens=BUDGET,
-            enable_prefix_caching=False,
-            **options,
-        )
+    engine = Engine.random(
+        shape,
+        quantization=QUANTIZATION[format],
+        max_model_len=longest,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=BUDGET,
+        enable_prefix_caching=False,
+        **options,
+    )
     answers(engine, [[1, 2, 3]], 2)
     with torch.inference_mode():
         for kv in engine.runner.network.kv.layers:

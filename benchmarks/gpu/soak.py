@@ -7,15 +7,12 @@ After the first half, the device's allocator must not reserve any more memory.
 from __future__ import annotations
 
 import random
-import tempfile
 import time
-from pathlib import Path
 
 import torch
 from engine import Engine, captured_sizes
 from notes import Notes
-from place import DEVICE, REHEARSED, sized
-from shapes import write_config
+from place import REHEARSED, sized
 
 SECONDS, LEAST = sized((600.0, 15), (2.0, 0))
 CAPTURING = sized(10.0, 0.0)  # most seconds for captures before requests arrive
@@ -27,16 +24,8 @@ CACHE = sized(24 << 30, 1 << 20)  # bytes of the KV cache
 
 
 def soak(notes: Notes) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        engine = Engine.load(
-            str(write_config("1b", Path(folder))),
-            dtype="bfloat16",
-            device=DEVICE.type,
-            load_format="random",
-            max_model_len=LONGEST,
-            max_num_seqs=SEQS,
-            kv_cache_memory=CACHE,
-        )
+    sizes = {"max_model_len": LONGEST, "max_num_seqs": SEQS, "kv_cache_memory": CACHE}
+    engine = Engine.random("1b", **sizes)
     ends = time.monotonic() + CAPTURING
     while engine.loop.idle_step() and time.monotonic() < ends:
         pass  # captures after half time would look like growth
