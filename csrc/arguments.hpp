@@ -235,29 +235,29 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 
 // top [rows] fp32 and ids [rows] int64: the largest of each row; the first wins a tie. NaN anywhere in a
 // row makes its top NaN.
-#define KVIK_ARGS_largest(P, I, F) P(logits) I(stride) I(rows) I(vocab) P(top) P(ids)
+#define KVIK_ARGS_largest(P, I, F) P(logits) I(logits_stride) I(rows) I(vocab) P(top) P(ids)
 
 // Penalises, in place, some rows of logits [.., vocab] fp32 for tokens already seen: in_prompt bool and counts int32
 // [.., vocab], whose row `seen` gives. rows and seen int64, the penalties fp32: [count] each.
 #define KVIK_ARGS_penalize(P, I, F)                                                      \
-    P(logits) I(stride) I(vocab) I(count) P(rows) P(seen) P(repetition) P(frequency)     \
+    P(logits) I(logits_stride) I(vocab) I(count) P(rows) P(seen) P(repetition) P(frequency)     \
     P(presence) P(in_prompt) P(counts) I(seen_stride)
 
 // Sets logit i of some rows of logits [.., vocab] fp32 to -inf where bit i % 32 of word i // 32 is not set. rows
 // int64 [count], words int32 [count, ..].
 #define KVIK_ARGS_mask(P, I, F)                                                          \
-    P(logits) I(stride) I(vocab) I(count) P(rows) P(words) I(words_stride)
+    P(logits) I(logits_stride) I(vocab) I(count) P(rows) P(words) I(words_stride)
 
 // ids [rows] int64: a token drawn for each row, among those that top_k, top_p and min_p keep in this
 // order, by inverse CDF. For each row: temperature fp32, uniforms fp64 in [0, 1), top_k int64 at least 1
 // (vocab: off), top_p fp64 (1: off), min_p fp32 (0: off); the rules may be null.
 #define KVIK_ARGS_draw(P, I, F)                                                          \
-    P(logits) I(stride) I(rows) I(vocab) P(temperature) P(uniforms) P(top_k) P(top_p)    \
+    P(logits) I(logits_stride) I(rows) I(vocab) P(temperature) P(uniforms) P(top_k) P(top_p)    \
     P(min_p) P(ids)
 
 // shares [rows, vocab] fp32: the probability that `draw` draws each token.
 #define KVIK_ARGS_probabilities(P, I, F)                                                 \
-    P(logits) I(stride) I(rows) I(vocab) P(temperature) P(top_k) P(top_p) P(min_p)       \
+    P(logits) I(logits_stride) I(rows) I(vocab) P(temperature) P(top_k) P(top_p) P(min_p)       \
     P(shares) I(shares_stride)
 
 // Waits for the other processes of a group: `Barrier` (group.hpp).

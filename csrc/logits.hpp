@@ -69,7 +69,7 @@ Largest largest_of(const float* x, int64_t begin, int64_t end) {
 void largest(const largest_args& a, Team& team) {
     float* top = static_cast<float*>(a.top);
     int64_t* ids = static_cast<int64_t*>(a.ids);
-    const auto logits = [&](int64_t row) { return static_cast<const float*>(a.logits) + row * a.stride; };
+    const auto logits = [&](int64_t row) { return static_cast<const float*>(a.logits) + row * a.logits_stride; };
     if (!shares_vocabulary(team, a.rows, a.vocab)) {
         each_range(team, a.rows, kLogitsPerThread / (a.vocab > 0 ? a.vocab : 1), [&](int64_t begin, int64_t end) {
             for (int64_t row = begin; row < end; row++) {

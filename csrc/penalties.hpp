@@ -35,7 +35,7 @@ void penalize(const penalize_args& a, Team& team) {
     const auto* rows = static_cast<const int64_t*>(a.rows);
     const auto* seen = static_cast<const int64_t*>(a.seen);
     each_columns(team, a.count, a.vocab, kPenalizedPerThread, [&](int64_t i, int64_t begin, int64_t end) {
-        float* x = static_cast<float*>(a.logits) + rows[i] * a.stride;
+        float* x = static_cast<float*>(a.logits) + rows[i] * a.logits_stride;
         const auto* in_prompt = static_cast<const uint8_t*>(a.in_prompt) + seen[i] * a.seen_stride;
         const auto* counts = static_cast<const int32_t*>(a.counts) + seen[i] * a.seen_stride;
         const float repetition = static_cast<const float*>(a.repetition)[i];
@@ -59,7 +59,7 @@ void mask(const mask_args& a, Team& team) {
     const auto* rows = static_cast<const int64_t*>(a.rows);
     const int64_t used = (a.vocab + kWord - 1) / kWord;
     each_columns(team, a.count, used, kMaskedWordsPerThread, [&](int64_t i, int64_t begin, int64_t end) {
-        float* x = static_cast<float*>(a.logits) + rows[i] * a.stride;
+        float* x = static_cast<float*>(a.logits) + rows[i] * a.logits_stride;
         const auto* words = static_cast<const uint32_t*>(a.words) + i * a.words_stride;
         for (int64_t w = begin; w < end; w++) {
             const uint32_t word = words[w];

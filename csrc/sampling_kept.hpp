@@ -285,7 +285,7 @@ void each_drawn_row(const Args& a, Team& team, const Work& work) {
     if (a.vocab < 1) return;
     const bool truncates = a.top_k || a.top_p;
     const auto row = [&](int64_t i) {
-        return DrawnRow{static_cast<const float*>(a.logits) + i * a.stride, a.vocab, rules_of(a, i), 0};
+        return DrawnRow{static_cast<const float*>(a.logits) + i * a.logits_stride, a.vocab, rules_of(a, i), 0};
     };
     if (shares_vocabulary(team, a.rows, a.vocab)) {
         void* memory = shared_scratch(team, 0, DrawScratch::bytes(a.vocab, team.size, truncates));

@@ -20,7 +20,7 @@ from kvik.attention.base import (
     LayerKV,
     StepLayout,
 )
-from kvik.kernels.cpu.native import DTYPES, Native, pointer, strided
+from kvik.kernels.cpu.native import Argument, Native
 from kvik.kernels.ops import Ops
 
 
@@ -44,41 +44,25 @@ class CpuAttention(AttentionBackend):
             self.store(k, v, attend.kv, attend.metadata.layout.slot_mapping)
         if attend.kv.queries is not None:
             self._keep_queries(q, attend.kv.queries, attend.metadata.layout, attend.spec.scale)
-        keys = attend.kv.k.shape[2], q.shape[2]
-        return self._attend(q, None, attend.kv, attend.metadata, attend.spec, keys, out, for_sinks)
+        return self._attend(q, None, attend.kv, attend.metadata, attend.spec, out, for_sinks)
 
     def store(self, k: Tensor, v: Tensor, kv: LayerKV, slot_mapping: Tensor) -> None:
         """Write k and v into the cache; see `base.store`."""
-        self.native.launch(
-            "store_kv",
-            **strided(k=k, v=v),
-            k_cache=kv.k.data_ptr(),
-            v_cache=kv.v.data_ptr(),
-            k_scales=pointer(kv.k_scales),
-            v_scales=pointer(kv.v_scales),
-            slot_mapping=slot_mapping.data_ptr(),
-            rows=self.native.rows(k),
-            kv_heads=k.shape[1],
-            head_dim=k.shape[2],
-            block_size=kv.k.shape[1],
-            dtype=DTYPES[k.dtype],
-            kv_dtype=DTYPES[kv.k.dtype],
-        )
+        self.native.launch("store_kv", k=k, v=v, slot_mapping=slot_mapping, **_arguments(kv))
 
     def _keep_queries(self, q: Tensor, ring: Tensor, layout: StepLayout, scale: float) -> None:
         assert layout.state_rows is not None
         self.native.launch(
             "keep_queries",
-            **strided(q=q),
-            starts=layout.query_start_loc.data_ptr(),
-            lengths=layout.seq_lens.data_ptr(),
-            state_rows=layout.state_rows.data_ptr(),
+            q=q,
+            starts=layout.query_start_loc,
+            lengths=layout.seq_lens,
+            state_rows=layout.state_rows,
             num_seqs=self.native.rows(layout.seq_lens),
             dim=ring.shape[2] * ring.shape[3],
             last=ring.shape[1],
             scale=scale,
-            ring=ring.data_ptr(),
-            dtype=DTYPES[q.dtype],
+            ring=ring,
         )
 
     def run_latent(self, attend: AttendLatent) -> Tensor:
@@ -89,23 +73,21 @@ class CpuAttention(AttentionBackend):
         heads."""
         q_rope, k_rope = ops.rotary(attend.q_rope, attend.k_rope, attend.rotation)
         latent, kv, layout = attend.latent, attend.kv, attend.metadata.layout
-        width = latent.shape[1] + k_rope.shape[2]
         self.native.launch(
             "store_latent",
-            **strided(latent=latent, rope=k_rope),
-            cache=kv.k.data_ptr(),
-            scales=pointer(kv.k_scales),
-            slot_mapping=layout.slot_mapping.data_ptr(),
-            rows=self.native.rows(latent),
+            latent=latent,
+            rope=k_rope,
+            cache=kv.k,
+            scales=kv.k_scales,
+            slot_mapping=layout.slot_mapping,
             latent_dim=latent.shape[1],
-            head_dim=width,
+            head_dim=kv.k.shape[3],
             block_size=layout.block_size,
-            dtype=DTYPES[latent.dtype],
-            kv_dtype=DTYPES[kv.k.dtype],
+            kv_dtype=kv.k.dtype,
         )
         q = attend.up.into_queries(ops, attend.q)
         out = self.native.empty(*q.shape, dtype=q.dtype)
-        means = self._attend(q, q_rope, kv, attend.metadata, attend.spec, (1, width), out)
+        means = self._attend(q, q_rope, kv, attend.metadata, attend.spec, out)
         return attend.up.to_values(ops, means)
 
     def _attend(
@@ -115,7 +97,6 @@ class CpuAttention(AttentionBackend):
         kv: LayerKV,
         metadata: AttentionMetadata,
         spec: AttentionSpec,
-        keys: tuple[int, int],
         out: Tensor,
         for_sinks: Tensor | None = None,
     ) -> Tensor:
@@ -124,77 +105,58 @@ class CpuAttention(AttentionBackend):
         Args:
             q: [tokens, heads, value_dim]. q_rope: for latent vectors, the other channels of q.
             for_sinks: q for sinks of the window; None: the same as for other keys.
-            keys: number of kv heads, and channels of a key.
         """
         layout, window = metadata.layout, metadata.window
-        (_, heads, value_dim), (kv_heads, head_dim) = q.shape, keys
         self.native.launch(
             "attention",
-            **strided(q=q, out=out, sink_q=for_sinks),
-            q_rope=pointer(q_rope),
-            q_rope_stride=0 if q_rope is None else q_rope.stride(0),
-            value_dim=value_dim,
-            k_cache=kv.k.data_ptr(),
-            v_cache=0 if kv.latent else kv.v.data_ptr(),
-            k_scales=pointer(kv.k_scales),
-            v_scales=0 if kv.latent else pointer(kv.v_scales),
-            block_table=layout.block_table.data_ptr(),
+            q=q,
+            q_rope=q_rope,
+            value_dim=q.shape[2],
+            **_arguments(kv),
+            block_table=layout.block_table,
             table_stride=layout.block_table.stride(0),
-            query_start_loc=layout.query_start_loc.data_ptr(),
-            seq_lens=layout.seq_lens.data_ptr(),
+            query_start_loc=layout.query_start_loc,
+            seq_lens=layout.seq_lens,
             num_seqs=self.native.rows(layout.seq_lens),
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            block_size=layout.block_size,
+            heads=q.shape[1],
             window=window.keys if window else 0,
-            chunked=int(window is not None and window.chunked),
+            chunked=window is not None and window.chunked,
             reach=spec.bidirectional or 0,
-            tree=pointer(layout.tree),
+            tree=layout.tree,
             scale=spec.scale,
             softcap=spec.softcap or 0.0,
-            sinks=pointer(spec.sinks),
+            sinks=spec.sinks,
             sink_keys=window.sinks if window else 0,
-            first_keys=pointer(layout.first_keys),
-            dtype=DTYPES[q.dtype],
-            kv_dtype=DTYPES[kv.k.dtype],
+            sink_q=for_sinks,
+            first_keys=layout.first_keys,
+            out=out,
         )
         return out
 
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
-        self.native.launch(
-            "move_kv",
-            k_cache=kv.k.data_ptr(),
-            v_cache=0 if kv.latent else kv.v.data_ptr(),
-            k_scales=pointer(kv.k_scales),
-            v_scales=0 if kv.latent else pointer(kv.v_scales),
-            source=source.data_ptr(),
-            target=target.data_ptr(),
-            rows=source.shape[0],
-            kv_heads=kv.k.shape[2],
-            head_dim=kv.k.shape[3] * (2 if kv.k.dtype == torch.uint8 else 1),
-            block_size=kv.k.shape[1],
-            kv_dtype=DTYPES[kv.k.dtype],
-        )
+        rows = source.shape[0]
+        self.native.launch("move_kv", source=source, target=target, rows=rows, **_arguments(kv))
 
     def keys(self, kv: LayerKV, at: Tensor) -> Tensor:
-        heads, width = kv.k.shape[2], kv.k.shape[3] * (2 if kv.k.dtype == torch.uint8 else 1)
-        keys = torch.empty(len(at), heads, width)
-        self.native.launch(
-            "load_kv",
-            **strided(k=keys),
-            v=0,
-            v_stride=0,
-            k_cache=kv.k.data_ptr(),
-            v_cache=0,
-            k_scales=pointer(kv.k_scales),
-            v_scales=0,
-            slot_mapping=at.data_ptr(),
-            rows=len(at),
-            kv_heads=heads,
-            head_dim=width,
-            block_size=kv.k.shape[1],
-            dtype=DTYPES[keys.dtype],
-            kv_dtype=DTYPES[kv.k.dtype],
-        )
+        cache = _arguments(kv) | {"v_cache": None}
+        keys = torch.empty(len(at), kv.k.shape[2], _head_dim(kv))
+        self.native.launch("load_kv", k=keys, v=None, slot_mapping=at, **cache)
         return keys
+
+
+def _arguments(kv: LayerKV) -> dict[str, Argument]:
+    """Return the arguments of kernels that a cache determines."""
+    return {
+        "k_cache": kv.k,
+        "v_cache": None if kv.latent else kv.v,
+        "k_scales": kv.k_scales,
+        "v_scales": None if kv.latent else kv.v_scales,
+        "kv_heads": kv.k.shape[2],
+        "head_dim": _head_dim(kv),
+        "block_size": kv.k.shape[1],
+        "kv_dtype": kv.k.dtype,
+    }
+
+
+def _head_dim(kv: LayerKV) -> int:
+    return kv.k.shape[3] * (2 if kv.k.dtype == torch.uint8 else 1)

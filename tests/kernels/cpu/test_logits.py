@@ -22,7 +22,7 @@ def largest(runtime: Runtime, logits: Tensor, gap: int = 0) -> tuple[Tensor, Ten
     source.view.copy_(logits)
     values, ids = Poisoned(rows), Poisoned(rows, dtype=torch.int64)
     call(
-        runtime, "largest", logits=source.view, stride=source.stride, rows=rows, vocab=vocab,
+        runtime, "largest", logits=source.view, logits_stride=source.stride, rows=rows, vocab=vocab,
         top=values.view, ids=ids.view,
     )  # fmt: skip
     values.assert_rest_untouched()

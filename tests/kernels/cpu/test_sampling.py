@@ -72,7 +72,7 @@ def draw(runtime: Runtime, logits: Tensor, draws: Draws, gap: int = 0) -> list[i
     source.view.copy_(logits)
     ids, rules = Poisoned(rows, dtype=torch.int64), draws.truncation
     call(
-        runtime, "draw", logits=source.view, stride=source.stride, rows=rows, vocab=vocab,
+        runtime, "draw", logits=source.view, logits_stride=source.stride, rows=rows, vocab=vocab,
         temperature=draws.temperature, uniforms=draws.uniforms, top_k=rules.top_k,
         top_p=rules.top_p, min_p=rules.min_p, ids=ids.view,
     )  # fmt: skip
@@ -87,9 +87,9 @@ def shares_of(runtime: Runtime, logits: Tensor, draws: Draws, gap: int = 0) -> T
     source.view.copy_(logits)
     rules = draws.truncation
     call(
-        runtime, "probabilities", logits=source.view, stride=source.stride, rows=rows, vocab=vocab,
-        temperature=draws.temperature, top_k=rules.top_k, top_p=rules.top_p, min_p=rules.min_p,
-        shares=shares.view, shares_stride=shares.stride,
+        runtime, "probabilities", logits=source.view, logits_stride=source.stride, rows=rows,
+        vocab=vocab, temperature=draws.temperature, top_k=rules.top_k, top_p=rules.top_p,
+        min_p=rules.min_p, shares=shares.view, shares_stride=shares.stride,
     )  # fmt: skip
     shares.assert_rest_untouched()
     torch.testing.assert_close(source.view, logits, rtol=0, atol=0, equal_nan=True)

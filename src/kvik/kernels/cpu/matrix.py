@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvik.kernels.cpu.native import DTYPES, Native, pointer, strided
+from kvik.kernels.cpu.native import DTYPES, Argument, Native
 from kvik.kernels.packing import Packing, Parts, check_order
 from kvik.kernels.reference.ops import fill_shared
 from kvik.kernels.weights import ACTIVATIONS, Matrix, MatrixSpec, Weight, in_nibbles, scale_dtype
@@ -108,6 +108,18 @@ class CpuPacked:
     fp8_activations: int
     bias_pair: int | None = None
 
+    @property
+    def arguments(self) -> dict[str, Argument]:
+        """The arguments of kernels that read the weight."""
+        return {
+            "weight": self.weight,
+            "scales": self.scales,
+            "zeros": self.zeros if self.zeros.numel() else None,
+            "kind": self.kind,
+            "group": self.group,
+            "order": self.order,
+        }
+
 
 class CpuMatrices:
     """Matrix products by the native kernels."""
@@ -141,20 +153,20 @@ class CpuMatrices:
         values, scales, zeros = _arguments(weight)
         self.native.launch(
             "pack_matrix",
-            **strided(values=values),
-            scales=pointer(scales),
-            zeros=pointer(zeros),
+            values=values,
+            scales=scales,
+            zeros=zeros,
             first=first,
             count=weight.outputs,
             kind=packed.kind,
             inputs=spec.inputs,
             outputs=spec.rows,
             group=packed.group,
-            paired=int(spec.paired),
+            paired=spec.paired,
             value_dtype=DTYPES.get(values.dtype, 0),
-            weight=packed.weight.data_ptr(),
-            packed_scales=packed.scales.data_ptr(),
-            packed_zeros=packed.zeros.data_ptr() if zeros is not None else 0,
+            weight=packed.weight,
+            packed_scales=packed.scales,
+            packed_zeros=None if zeros is None else packed.zeros,
         )
 
     def share(self, matrix: Matrix, weight: Weight) -> None:
@@ -182,23 +194,18 @@ class CpuMatrices:
             y = self.native.empty(x.shape[0], spec.outputs, dtype=spec.out_dtype)
         self.native.launch(
             "linear",
-            **strided(x=x, y=y, residual=residual),
-            rows=self.native.rows(x),
-            weight=packed.weight.data_ptr(),
-            scales=packed.scales.data_ptr(),
-            zeros=packed.zeros.data_ptr() if packed.zeros.numel() else 0,
-            kind=packed.kind,
+            x=x,
+            **packed.arguments,
             inputs=spec.inputs,
             outputs=spec.rows,
-            group=packed.group,
-            order=pointer(packed.order),
             activation=ACTIVATIONS[spec.activation],
-            bias=pointer(matrix.bias),
+            bias=matrix.bias,
             bias_pair=spec.outputs if packed.bias_pair is None else packed.bias_pair,
-            dtype=DTYPES[x.dtype],
-            out_dtype=DTYPES[spec.out_dtype],
+            residual=residual,
+            y=y,
+            out_dtype=spec.out_dtype,
             fp8_x=packed.fp8_activations,
-            x_scale=pointer(packed.input_scale),
+            x_scale=packed.input_scale,
         )
         return y
 
@@ -210,17 +217,15 @@ class CpuMatrices:
         y = self.native.empty(x.shape[0], heads, outputs, dtype=x.dtype)
         self.native.launch(
             "linear_each",
-            **strided(x=x),
+            x=x,
             x_head_stride=x.stride(1),
-            rows=self.native.rows(x),
             heads=heads,
-            weight=packed.weight.data_ptr(),
+            weight=packed.weight,
             kind=packed.kind,
             inputs=spec.inputs,
             outputs=outputs,
             head_rows=spec.rows // heads,
-            y=y.data_ptr(),
-            dtype=DTYPES[x.dtype],
+            y=y,
         )
         return y
 
@@ -245,19 +250,14 @@ class CpuMatrices:
             out = self.native.empty(ids.shape[0], spec.inputs, dtype=dtype)
         self.native.launch(
             "matrix_rows",
-            weight=packed.weight.data_ptr(),
-            scales=packed.scales.data_ptr(),
-            zeros=packed.zeros.data_ptr() if packed.zeros.numel() else 0,
-            kind=packed.kind,
+            **packed.arguments,
             inputs=spec.inputs,
             first=first,
             outputs=spec.rows,
-            group=packed.group,
-            order=pointer(packed.order),
-            ids=ids.data_ptr(),
-            **strided(out=out),
+            ids=ids,
+            out=out,
             rows=self.native.rows(ids),
-            dtype=DTYPES[dtype],
+            dtype=dtype,
         )
         return out
 

@@ -13,11 +13,18 @@ from kvik.kernels.cpu import _native
 from kvik.kernels.cpu.buffers import WeightMemory
 from kvik.kernels.cpu.recording import OnlyViews, Recording
 
-# Name -> id, and the names of the arguments in order.
-_KERNELS = {
-    name: (kernel, tuple(argument for argument, _ in arguments))
-    for kernel, (name, arguments) in enumerate(_native.kernels())
-}
+
+def _signatures() -> Iterator[tuple[str, tuple[int, list[str], list[tuple[str, str]]]]]:
+    """Yield each kernel, with its id, the names of its arguments in order, and which arguments of
+    `Native.launch` follow from which others."""
+    for number, (kernel, arguments) in enumerate(_native.kernels()):
+        names = [name for name, _ in arguments]
+        implied = [(name, names[0]) for name in names if name in ("rows", "dtype")]
+        implied += [(f"{name}_stride", name) for name in names if f"{name}_stride" in names]
+        yield kernel, (number, names, implied)
+
+
+_KERNELS = dict(_signatures())
 
 DTYPES = {
     torch.float32: 0,
@@ -26,6 +33,9 @@ DTYPES = {
     torch.float8_e4m3fn: 3,
     torch.uint8: 4,  # two numbers of four bits
 }
+
+_NUMBERS = (int, float)
+Argument = Tensor | torch.dtype | int | float | None  # of a kernel
 
 
 def pointer(tensor: Tensor | None) -> int:
@@ -86,12 +96,34 @@ class Native:
         """Run the next recordings on at most this many threads."""
         self._runtime.limit(threads)
 
-    def launch(self, kernel: str, **arguments: int | float) -> None:
-        """Run a kernel, or record it."""
-        number, names = _KERNELS[kernel]
+    def launch(self, kernel: str, **arguments: Argument) -> None:
+        """Run a kernel, or record it.
+
+        Args:
+            arguments: by their names in csrc/arguments.hpp. A tensor stands for its address, a
+                dtype for its number, None for 0. NAME_stride may be left out next to NAME, and so
+                may `rows` and `dtype` if they are those of the kernel's first argument.
+        """
+        number, names, implied = _KERNELS[kernel]
+        for name, source in implied:
+            if name not in arguments:
+                of = arguments.get(source)
+                if of is None:
+                    arguments[name] = 0
+                elif isinstance(of, Tensor):
+                    if name == "rows":
+                        arguments[name] = self.rows(of)
+                    else:
+                        arguments[name] = of.dtype if name == "dtype" else of.stride(0)
         if len(arguments) != len(names):
             raise TypeError(f"{kernel} takes {', '.join(names)}")
-        values = [arguments[name] for name in names]
+        values = [
+            0 if (x := arguments[name]) is None
+            else x if isinstance(x, _NUMBERS)
+            else x.data_ptr() if isinstance(x, Tensor)
+            else DTYPES[x]
+            for name in names
+        ]  # fmt: skip
         if self._recording is None:
             self._runtime.run(number, values)
         else:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvik.kernels.cpu.experts import CpuExperts
 from kvik.kernels.cpu.matrix import CpuMatrices
-from kvik.kernels.cpu.native import DTYPES, Native, pointer, strided
+from kvik.kernels.cpu.native import Argument, Native
 from kvik.kernels.ops import DeltaHeads, Draws, Gate, Masks, Ops, Penalties, Sequences, Truncation
 from kvik.kernels.torch_ops import TORCH, with_torch_for_others
 from kvik.kernels.weights import ACTIVATIONS, PAIRED, Activation
@@ -19,21 +19,9 @@ RULES = ("top_k", "top_p", "min_p")
 GATES: Mapping[Gate, int] = {"none": 0, "silu": 1, "sigmoid": 2}  # csrc/arguments.hpp
 
 
-def _addresses(rules: Truncation) -> dict[str, int]:
-    """Return addresses of the rules that kernels apply, by argument; 0: no row uses the rule."""
-    return {name: pointer(getattr(rules, name)) for name in RULES}
-
-
 def scale(native: Native, x: Tensor, factor: float, y: Tensor) -> None:
     """Write x * factor to y, both [rows, columns]."""
-    native.launch(
-        "scaled",
-        **strided(x=x, y=y),
-        rows=native.rows(x),
-        dim=x.shape[1],
-        factor=factor,
-        dtype=DTYPES[x.dtype],
-    )
+    native.launch("scaled", x=x, y=y, dim=x.shape[1], factor=factor)
 
 
 def native_ops(native: Native) -> Ops:
@@ -85,10 +73,10 @@ class _Operations:
         item = table.dtype.itemsize
         self.native.launch(
             "gather_rows",
-            table=table.data_ptr(),
+            table=table,
             table_stride=table.stride(0) * item,
-            ids=ids.data_ptr(),
-            out=out.data_ptr(),
+            ids=ids,
+            out=out,
             out_stride=out.stride(0) * item,
             rows=self.native.rows(ids),
             row_bytes=table.shape[1] * item,
@@ -97,73 +85,59 @@ class _Operations:
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         out = self.native.empty(*x.shape, dtype=x.dtype)
-        self.native.launch(
-            "add",
-            **strided(x=x, y=y, out=out),
-            rows=self.native.rows(x),
-            dim=x.shape[1],
-            dtype=DTYPES[x.dtype],
-        )
+        self.native.launch("add", x=x, y=y, out=out, dim=x.shape[1])
         return out
 
     def largest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         logits = logits.float()
         top = self.native.empty(logits.shape[0], dtype=torch.float32)
         ids = self.native.empty(logits.shape[0], dtype=torch.int64)
-        self.native.launch(
-            "largest",
-            logits=logits.data_ptr(),
-            stride=logits.stride(0),
-            rows=self.native.rows(logits),
-            vocab=logits.shape[1],
-            top=top.data_ptr(),
-            ids=ids.data_ptr(),
-        )
+        self.native.launch("largest", logits=logits, vocab=logits.shape[1], top=top, ids=ids)
         return top, ids
 
     def penalize(self, logits: Tensor, penalties: Penalties) -> None:
         self.native.launch(
             "penalize",
-            logits=logits.data_ptr(),
-            stride=logits.stride(0),
+            logits=logits,
             vocab=logits.shape[1],
             count=self.native.rows(penalties.rows),
-            rows=penalties.rows.data_ptr(),
-            seen=penalties.seen.data_ptr(),
-            repetition=penalties.repetition.data_ptr(),
-            frequency=penalties.frequency.data_ptr(),
-            presence=penalties.presence.data_ptr(),
-            in_prompt=penalties.in_prompt.data_ptr(),
-            counts=penalties.counts.data_ptr(),
+            rows=penalties.rows,
+            seen=penalties.seen,
+            repetition=penalties.repetition,
+            frequency=penalties.frequency,
+            presence=penalties.presence,
+            in_prompt=penalties.in_prompt,
+            counts=penalties.counts,
             seen_stride=penalties.counts.stride(0),
         )
 
     def mask(self, logits: Tensor, masks: Masks) -> None:
-        self.native.launch(
-            "mask",
-            logits=logits.data_ptr(),
-            stride=logits.stride(0),
-            vocab=logits.shape[1],
-            count=self.native.rows(masks.rows),
-            rows=masks.rows.data_ptr(),
-            **strided(words=masks.words),
-        )
+        count, vocab = self.native.rows(masks.rows), logits.shape[1]
+        rows, words = masks.rows, masks.words
+        self.native.launch("mask", logits=logits, vocab=vocab, count=count, rows=rows, words=words)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._normalised("rms_norm", x, weight, eps, weight_dtype=weight.dtype)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        stride = weight.shape[-1] if weight.dim() == 2 else 0
+        return self._normalised("layer_norm", x, weight, eps, bias=bias, weight_stride=stride)
+
+    def _normalised(
+        self, kernel: str, x: Tensor, weight: Tensor, eps: float, **arguments: Argument
+    ) -> Tensor:
         y = self.native.empty(*x.shape, dtype=x.dtype)
-        inner = x.shape[1] if x.dim() == 3 else 1  # heads, each normalised separately
         self.native.launch(
-            "rms_norm",
-            **strided(x=x, y=y),
+            kernel,
+            x=x,
             x_inner_stride=x.stride(-2),
-            weight=weight.data_ptr(),
+            weight=weight,
+            y=y,
             y_inner_stride=y.stride(-2),
-            rows=self.native.rows(x),
-            inner=inner,
+            inner=x.shape[1] if x.dim() == 3 else 1,  # heads, each normalised separately
             dim=x.shape[-1],
             eps=eps,
-            dtype=DTYPES[x.dtype],
-            weight_dtype=DTYPES[weight.dtype],
+            **arguments,
         )
         return y
 
@@ -173,40 +147,19 @@ class _Operations:
         return y
 
     def softcap(self, x: Tensor, cap: float) -> None:
-        rows, dim = self.native.rows(x), x.shape[1]
-        self.native.launch(
-            "softcap", x=x.data_ptr(), x_stride=x.stride(0), rows=rows, dim=dim, cap=cap
-        )
+        self.native.launch("softcap", x=x, dim=x.shape[1], cap=cap)
 
     def gated(self, x: Tensor, gate: Tensor, by: Gate) -> Tensor:
         y = self.native.empty(*x.shape, dtype=x.dtype)
         self.native.launch(
             "gated",
-            **strided(x=x, gate=gate, y=y),
+            x=x,
+            gate=gate,
             gate_dim=gate.shape[1],
-            rows=self.native.rows(x),
+            y=y,
             dim=x.shape[1],
             by=GATES[by],
-            wide=int(gate.dtype == torch.float32),
-            dtype=DTYPES[x.dtype],
-        )
-        return y
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        y = self.native.empty(*x.shape, dtype=x.dtype)
-        self.native.launch(
-            "layer_norm",
-            **strided(x=x, y=y),
-            x_inner_stride=x.stride(-2),
-            weight=weight.data_ptr(),
-            bias=bias.data_ptr(),
-            weight_stride=weight.shape[-1] if weight.dim() == 2 else 0,
-            y_inner_stride=y.stride(-2),
-            rows=self.native.rows(x),
-            inner=x.shape[1] if x.dim() == 3 else 1,
-            dim=x.shape[-1],
-            eps=eps,
-            dtype=DTYPES[x.dtype],
+            wide=gate.dtype == torch.float32,
         )
         return y
 
@@ -214,12 +167,12 @@ class _Operations:
         out = self.native.empty(positions.shape[0], low.shape[1], dtype=torch.float32)
         self.native.launch(
             "rotations",
-            high=high.data_ptr(),
-            low=low.data_ptr(),
+            high=high,
+            low=low,
             low_rows=low.shape[0],
-            positions=positions.data_ptr(),
+            positions=positions,
             last=last,
-            out=out.data_ptr(),
+            out=out,
             rows=self.native.rows(positions),
             head_dim=low.shape[1],
         )
@@ -227,61 +180,48 @@ class _Operations:
 
     def rotary(self, q: Tensor, k: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
         """See `Ops.rotary`; changes q and k in place."""
+        (_, heads, size), kv_heads = q.shape, k.shape[1]
         self.native.launch(
-            "rotary",
-            **strided(q=q, k=k),
-            heads=q.shape[1],
-            kv_heads=k.shape[1],
-            rotation=rotation.data_ptr(),
-            rows=self.native.rows(q),
-            head_dim=q.shape[2],
-            dtype=DTYPES[q.dtype],
+            "rotary", q=q, heads=heads, k=k, kv_heads=kv_heads, rotation=rotation, head_dim=size
         )
         return q, k
 
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
         columns = x.shape[1] // 2 if activation in PAIRED else x.shape[1]
         y = self.native.empty(x.shape[0], columns, dtype=x.dtype)
-        self.native.launch(
-            "activate",
-            **strided(x=x, y=y),
-            rows=self.native.rows(x),
-            columns=columns,
-            activation=ACTIVATIONS[activation],
-            dtype=DTYPES[x.dtype],
-        )
+        number = ACTIVATIONS[activation]
+        self.native.launch("activate", x=x, y=y, columns=columns, activation=number)
         return y
 
     def draw(self, logits: Tensor, draws: Draws) -> Tensor:
-        logits, rules = logits.float(), draws.truncation
         ids = self.native.empty(len(logits), dtype=torch.int64)
-        self.native.launch(
-            "draw",
-            logits=logits.data_ptr(),
-            stride=logits.stride(0),
-            rows=self.native.rows(logits),
-            vocab=logits.shape[1],
-            temperature=draws.temperature.data_ptr(),
-            uniforms=draws.uniforms.data_ptr(),
-            **_addresses(rules),
-            ids=ids.data_ptr(),
-        )
+        to: dict[str, Argument] = {"uniforms": draws.uniforms, "ids": ids}
+        self._sample("draw", logits, draws.temperature, draws.truncation, to)
         return ids
 
     def probabilities(self, logits: Tensor, temperature: Tensor, rules: Truncation) -> Tensor:
-        logits = logits.float()
         shares = self.native.empty(*logits.shape, dtype=torch.float32)
-        self.native.launch(
-            "probabilities",
-            logits=logits.data_ptr(),
-            stride=logits.stride(0),
-            rows=self.native.rows(logits),
-            vocab=logits.shape[1],
-            temperature=temperature.data_ptr(),
-            **_addresses(rules),
-            **strided(shares=shares),
-        )
+        self._sample("probabilities", logits, temperature, rules, {"shares": shares})
         return shares
+
+    def _sample(
+        self,
+        kernel: str,
+        logits: Tensor,
+        temperature: Tensor,
+        rules: Truncation,
+        more: Mapping[str, Argument],
+    ) -> None:
+        """Launch a kernel that applies rules; None: no row uses the rule."""
+        logits = logits.float()
+        self.native.launch(
+            kernel,
+            logits=logits,
+            vocab=logits.shape[1],
+            temperature=temperature,
+            **{name: getattr(rules, name) for name in RULES},
+            **more,
+        )
 
     def causal_conv(
         self,
@@ -295,14 +235,15 @@ class _Operations:
         y = self.native.empty(*x.shape, dtype=x.dtype)
         self.native.launch(
             "causal_conv",
-            **strided(x=x, state=state, y=y),
-            weight=weight.data_ptr(),
-            bias=pointer(bias),
+            x=x,
+            weight=weight,
+            bias=bias,
+            state=state,
             **self._places(sequences),
             channels=x.shape[1],
             width=weight.shape[0],
             silu=silu,
-            dtype=DTYPES[x.dtype],
+            y=y,
         )
         return y
 
@@ -319,25 +260,28 @@ class _Operations:
         y = self.native.empty(x.shape[0], value_heads * value_dim, dtype=x.dtype)
         self.native.launch(
             "gated_delta",
-            **strided(x=x, gates=gates, state=state, log=log, y=y),
-            decay=heads.decay.data_ptr(),
-            bias=heads.bias.data_ptr(),
+            x=x,
+            gates=gates,
+            decay=heads.decay,
+            bias=heads.bias,
+            state=state,
+            log=log,
             **self._places(sequences),
             key_heads=heads.key_heads,
             value_heads=value_heads,
             key_dim=key_dim,
             value_dim=value_dim,
-            dtype=DTYPES[x.dtype],
+            y=y,
         )
         return y
 
-    def _places(self, sequences: Sequences) -> dict[str, int]:
-        """Return addresses of the sequences and their states, by argument."""
+    def _places(self, sequences: Sequences) -> dict[str, Argument]:
+        """Return the sequences and their states, by argument."""
         return {
-            "starts": sequences.starts.data_ptr(),
-            "lengths": sequences.lengths.data_ptr(),
-            "state_rows": sequences.rows.data_ptr(),
-            "pending": pointer(sequences.pending),
-            "drafts": pointer(sequences.drafts),
+            "starts": sequences.starts,
+            "lengths": sequences.lengths,
+            "state_rows": sequences.rows,
+            "pending": sequences.pending,
+            "drafts": sequences.drafts,
             "num_seqs": self.native.rows(sequences.rows),
         }
