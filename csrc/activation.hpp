@@ -101,16 +101,10 @@ void activate_of(const activate_args& a, Team& team) {
         const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
         const T* up = x + a.columns;
         T* y = static_cast<T*>(a.y) + row * a.y_stride;
-        int64_t i = begin;
-        for (; i + kLanes <= end; i += kLanes) {
-            const F32 value = activated(a.activation, load(x + i));
-            store(y + i, paired ? mul(value, factor_of(a.activation, load(up + i))) : value);
-        }
-        const int rest = int(end - i);
-        if (rest) {
-            const F32 value = activated(a.activation, load(x + i, rest));
-            store(y + i, paired ? mul(value, factor_of(a.activation, load(up + i, rest))) : value, rest);
-        }
+        each_vector(begin, end, [&](int64_t i, auto n) KVIK_INLINED {
+            const F32 value = activated(a.activation, load(x + i, n));
+            store(y + i, paired ? mul(value, factor_of(a.activation, load(up + i, n))) : value, n);
+        });
     });
 }
 
@@ -122,10 +116,7 @@ void softcap(const softcap_args& a, Team& team) {
     const F32 cap = broadcast(float(a.cap));
     each_columns(team, a.rows, a.dim, kActivationsPerThread, [&](int64_t row, int64_t begin, int64_t end) {
         float* x = static_cast<float*>(a.x) + row * a.x_stride;
-        int64_t i = begin;
-        for (; i + kLanes <= end; i += kLanes) store(x + i, softcap(load(x + i), cap));
-        const int rest = int(end - i);
-        if (rest) store(x + i, softcap(load(x + i, rest), cap), rest);
+        each_vector(begin, end, [&](int64_t i, auto n) KVIK_INLINED { store(x + i, softcap(load(x + i, n), cap), n); });
     });
 }
 

@@ -188,14 +188,13 @@ using PairsOfBF16 = SplitPairs;
 
 void attention(const attention_args& a, Team& team) {
     using namespace paged;
-    using cache::Fp8, cache::Int4s;
-    const bool floats = a.dtype == kF32;
-    if (a.kv_dtype == kF32) attend<Floats, float>(a, team);
-    if (a.kv_dtype == kBF16 && floats) attend<SplitPairs, bf16>(a, team);
-    if (a.kv_dtype == kBF16 && !floats) attend<PairsOfBF16, bf16>(a, team);
-    if (a.kv_dtype == kI8) floats ? attend<SplitPairs, int8_t>(a, team) : attend<PairsOfBF16, int8_t>(a, team);
-    if (a.kv_dtype == kFP8) floats ? attend<SplitPairs, Fp8>(a, team) : attend<PairsOfBF16, Fp8>(a, team);
-    if (a.kv_dtype == kI4) floats ? attend<SplitPairs, Int4s>(a, team) : attend<PairsOfBF16, Int4s>(a, team);
+    cache::with_stored(a.kv_dtype, [&](auto stored) {
+        using Stored = decltype(stored);
+        if constexpr (std::is_same_v<Stored, float>)
+            attend<Floats, float>(a, team);
+        else
+            a.dtype == kF32 ? attend<SplitPairs, Stored>(a, team) : attend<PairsOfBF16, Stored>(a, team);
+    });
 }
 
 }  // namespace

@@ -52,6 +52,13 @@ std::vector<Word> words_of(int kernel, const nb::sequence& values) {
     return words;
 }
 
+std::vector<Word> inputs_of(const Tape& tape, const std::vector<int64_t>& values) {
+    if (values.size() < tape.num_inputs()) throw std::invalid_argument("too few inputs");
+    std::vector<Word> inputs;
+    for (int64_t value : values) inputs.push_back({.i = value});
+    return inputs;
+}
+
 const Table& table_named(const std::string& isa) {
     for (const Table* table : tables().available)
         if (isa == table->name) return *table;
@@ -193,9 +200,7 @@ NB_MODULE(_native, m) {
         .def(
             "replay",
             [](Runtime& runtime, Tape& tape, const std::vector<int64_t>& values) {
-                if (values.size() < tape.num_inputs()) throw std::invalid_argument("too few inputs");
-                std::vector<Word> inputs(values.size());
-                for (size_t i = 0; i < values.size(); i++) inputs[i].i = values[i];
+                const auto inputs = inputs_of(tape, values);
                 nb::gil_scoped_release unlocked;
                 runtime.replay(tape, inputs);
             },
@@ -203,14 +208,10 @@ NB_MODULE(_native, m) {
         .def(
             "replay_timed",
             [](Runtime& runtime, Tape& tape, const std::vector<int64_t>& values) {
-                if (values.size() < tape.num_inputs()) throw std::invalid_argument("too few inputs");
-                std::vector<Word> inputs(values.size());
-                for (size_t i = 0; i < values.size(); i++) inputs[i].i = values[i];
+                const auto inputs = inputs_of(tape, values);
                 std::vector<int64_t> times(tape.num_calls());
-                {
-                    nb::gil_scoped_release unlocked;
-                    runtime.replay(tape, inputs, times.data());
-                }
+                nb::gil_scoped_release unlocked;
+                runtime.replay(tape, inputs, times.data());
                 return times;
             },
             "tape"_a, "inputs"_a);

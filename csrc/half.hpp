@@ -17,18 +17,18 @@ KVIK_INLINE float to_float(f16 value) {
         return sign ? -size : size;
     }
     const uint32_t exponent = rest < 0x7c00 ? 112u << 23 : 224u << 23;
-    return __builtin_bit_cast(float, sign | ((rest << 13) + exponent));
+    return float_of(sign | ((rest << 13) + exponent));
 }
 
 // Round to nearest even; numbers that are too large become infinity, NaN stays NaN.
 KVIK_INLINE f16 to_f16(float value) {
-    const uint32_t all_bits = __builtin_bit_cast(uint32_t, value), bits = all_bits & 0x7fffffff;
+    const uint32_t all_bits = bits_of(value), bits = all_bits & 0x7fffffff;
     const uint16_t sign = uint16_t(all_bits >> 16 & 0x8000);
     if (bits > 0x7f800000) return {uint16_t(sign | 0x7e00)};
     if (bits >= 0x477ff000) return {uint16_t(sign | 0x7c00)};
     if (bits < 0x38800000) {  // denormal: adding 1/2 leaves multiples of 2^-24
-        const float shifted = __builtin_bit_cast(float, bits) + 0.5f;
-        return {uint16_t(sign | (__builtin_bit_cast(uint32_t, shifted) & 0x7fff))};
+        const float shifted = float_of(bits) + 0.5f;
+        return {uint16_t(sign | (bits_of(shifted) & 0x7fff))};
     }
     return {uint16_t(sign | ((bits - (112u << 23) + 0xfff + (bits >> 13 & 1)) >> 13))};
 }

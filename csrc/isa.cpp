@@ -24,9 +24,8 @@ KVIK_DECLARE(neon)
 KVIK_DECLARE(neon_dot)
 KVIK_DECLARE(neon_i8mm)
 #undef KVIK_DECLARE
-extern const Kernel linear_amx, linear_amx_emulated, linear_wrong_bf16, linear_wrong_i8;
-extern const Kernel experts_amx, experts_amx_emulated, attention_amx, attention_amx_emulated;
-extern const Kernel peak_bf16_amx, peak_bf16_amx_emulated, peak_i8_amx, peak_i8_amx_emulated;
+extern const TiledKernels kernels_amx, kernels_amx_emulated;
+extern const Kernel linear_wrong_bf16, linear_wrong_i8;
 
 namespace {
 
@@ -80,16 +79,12 @@ ArmFeatures arm_features() { return {}; }
 #endif
 
 #if defined(KVIK_HAS_AVX512_BF16)
-// The table of an instruction set that has its own kernels only for products, attention and the limits of products.
-[[maybe_unused]] Table with_registers(const char* name, Kernel linear, Kernel experts, Kernel attention,
-                                      Kernel peak_bf16, Kernel peak_i8) {
+[[maybe_unused]] Table with_tiles(const char* name, const TiledKernels& own) {
     Table table = table_avx512_bf16;
     table.name = name;
-    table.linear = linear;
-    table.experts = experts;
-    table.attention = attention;
-    table.peak_bf16 = peak_bf16;
-    table.peak_i8 = peak_i8;
+#define KVIK_REPLACE(kernel) table.kernel = own.kernel;
+    KVIK_TILED_KERNELS(KVIK_REPLACE)
+#undef KVIK_REPLACE
     return table;
 }
 #endif
@@ -110,7 +105,7 @@ Tables find_tables() {
         avx512 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16") &&
         __builtin_cpu_supports("avx512vbmi");
 #if defined(KVIK_HAS_AMX)
-    static const Table amx = with_registers("amx", linear_amx, experts_amx, attention_amx, peak_bf16_amx, peak_i8_amx);
+    static const Table amx = with_tiles("amx", kernels_amx);
     if (avx512_bf16 && may_use_amx()) add_if_right(amx, found);
 #endif
 #if defined(KVIK_HAS_AVX512_BF16)
@@ -140,13 +135,11 @@ Tables find_tables() {
 #endif
     found.available.push_back(&table_portable);
 #if defined(KVIK_HAS_AMX_EMULATED)
-    const auto emulated = [](const char* name, Kernel linear) {
-        return with_registers(name, linear, experts_amx_emulated, attention_amx_emulated, peak_bf16_amx_emulated,
-                              peak_i8_amx_emulated);
-    };
-    static const Table emulations[] = {emulated("amx_emulated", linear_amx_emulated),
-                                       emulated("wrong_bf16", linear_wrong_bf16),
-                                       emulated("wrong_i8", linear_wrong_i8)};
+    static Table emulations[] = {with_tiles("amx_emulated", kernels_amx_emulated),
+                                 with_tiles("wrong_bf16", kernels_amx_emulated),
+                                 with_tiles("wrong_i8", kernels_amx_emulated)};
+    emulations[1].linear = linear_wrong_bf16;
+    emulations[2].linear = linear_wrong_i8;
     if (avx512_bf16)
         for (const Table& table : emulations) add_if_right(table, found);
 #endif

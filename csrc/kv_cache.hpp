@@ -181,19 +181,12 @@ void load_as(const load_kv_args& a, Team& team) {
 }  // namespace cache
 
 void store_kv(const store_kv_args& a, Team& team) {
-    if (a.kv_dtype == kF32) cache::store_as<float>(a, team);
-    if (a.kv_dtype == kBF16) cache::store_as<bf16>(a, team);
-    if (a.kv_dtype == kI8) cache::store_as<int8_t>(a, team);
-    if (a.kv_dtype == kFP8) cache::store_as<cache::Fp8>(a, team);
-    if (a.kv_dtype == kI4) cache::store_as<cache::Int4s>(a, team);
+    cache::with_stored(a.kv_dtype, [&](auto stored) { cache::store_as<decltype(stored)>(a, team); });
 }
 
 // Not for caches of four bits.
 void store_latent(const store_latent_args& a, Team& team) {
-    if (a.kv_dtype == kF32) cache::store_latent_as<float>(a, team);
-    if (a.kv_dtype == kBF16) cache::store_latent_as<bf16>(a, team);
-    if (a.kv_dtype == kI8) cache::store_latent_as<int8_t>(a, team);
-    if (a.kv_dtype == kFP8) cache::store_latent_as<cache::Fp8>(a, team);
+    cache::with_stored(a.kv_dtype, [&](auto stored) { cache::store_latent_as<decltype(stored)>(a, team); });
 }
 
 void keep_queries(const keep_queries_args& a, Team& team) {
@@ -213,11 +206,7 @@ void keep_queries(const keep_queries_args& a, Team& team) {
 }
 
 void load_kv(const load_kv_args& a, Team& team) {
-    if (a.kv_dtype == kF32) cache::load_as<float>(a, team);
-    if (a.kv_dtype == kBF16) cache::load_as<bf16>(a, team);
-    if (a.kv_dtype == kI8) cache::load_as<int8_t>(a, team);
-    if (a.kv_dtype == kFP8) cache::load_as<cache::Fp8>(a, team);
-    if (a.kv_dtype == kI4) cache::load_as<cache::Int4s>(a, team);
+    cache::with_stored(a.kv_dtype, [&](auto stored) { cache::load_as<decltype(stored)>(a, team); });
 }
 
 }  // namespace

@@ -65,11 +65,7 @@ void move_as(const move_kv_args& a, Team& team) {
 }  // namespace cache
 
 void move_kv(const move_kv_args& a, Team& team) {
-    if (a.kv_dtype == kF32) cache::move_as<float>(a, team);
-    if (a.kv_dtype == kBF16) cache::move_as<bf16>(a, team);
-    if (a.kv_dtype == kI8) cache::move_as<int8_t>(a, team);
-    if (a.kv_dtype == kFP8) cache::move_as<cache::Fp8>(a, team);
-    if (a.kv_dtype == kI4) cache::move_as<cache::Int4s>(a, team);
+    cache::with_stored(a.kv_dtype, [&](auto stored) { cache::move_as<decltype(stored)>(a, team); });
 }
 
 }  // namespace

@@ -23,6 +23,16 @@ struct Int4s {
     uint8_t bits;
 };
 
+// Calls use with a number of the type that a cache stores.
+template <class Use>
+void with_stored(int64_t kv_dtype, const Use& use) {
+    if (kv_dtype == kF32) use(float());
+    if (kv_dtype == kBF16) use(bf16());
+    if (kv_dtype == kI8) use(int8_t());
+    if (kv_dtype == kFP8) use(Fp8());
+    if (kv_dtype == kI4) use(Int4s());
+}
+
 template <class Stored>
 constexpr bool kScaled = sizeof(Stored) == 1;
 template <class Stored>
@@ -36,17 +46,6 @@ constexpr float kInt8Most = 127.0f;
 constexpr int kInt4Most = 15;
 // The range of magnitudes that are scaled. A smaller vector would have a denormal scale; it is stored as zero.
 constexpr float kLeast = 1e-30f, kMost = 3e38f;
-
-KVIK_INLINE uint32_t bits_of(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    return bits;
-}
-KVIK_INLINE float float_of(uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
 
 // To nearest even; |value| at most 448.
 KVIK_INLINE uint8_t fp8_of(float value) {

@@ -165,7 +165,7 @@ void finish(const linear_args& a, const PreparedRows& x, int64_t tile, int64_t f
     Y* y = (Y*)a.y + first * y_stride + end.column;
     const X* residual = a.residual ? (const X*)a.residual + first * residual_stride + end.column : nullptr;
     const int64_t more = a.rows - first - rows;
-    const auto each_row = [&](auto activation, auto whole) __attribute__((always_inline)) {
+    const auto each_row = [&](auto activation, auto whole) KVIK_INLINED {
         constexpr int kVectors = is_paired(activation) ? kTileVectors / 2 : kTileVectors;
         for (int64_t row = 0; row < rows; row++) {
             F32 value[kTileVectors];
@@ -186,7 +186,7 @@ void finish(const linear_args& a, const PreparedRows& x, int64_t tile, int64_t f
             if (residual) residual += residual_stride;
         }
     };
-    with_activation(a.activation, [&](auto activation) __attribute__((always_inline)) {
+    with_activation(a.activation, [&](auto activation) KVIK_INLINED {
         if (end.valid == (is_paired(activation) ? kHalfTile : kTile))
             each_row(activation, std::true_type{});
         else

@@ -3,13 +3,14 @@
 
 namespace kvik {
 
-extern const Kernel linear_amx_emulated, linear_wrong_bf16, linear_wrong_i8;
+extern const TiledKernels kernels_amx_emulated;
+extern const Kernel linear_wrong_bf16, linear_wrong_i8;
 
 namespace {
 
 template <MatrixKind kKind>
 void linear(const Word* words, Team& team) {
-    linear_amx_emulated(words, team);
+    kernels_amx_emulated.linear(words, team);
     const auto& a = *reinterpret_cast<const linear_args*>(words);
     if (a.kind == kKind) static_cast<float*>(a.y)[(a.rows - 1) * a.y_stride + a.outputs / 2] += 0.5f;
 }

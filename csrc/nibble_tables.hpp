@@ -23,7 +23,7 @@ struct e8m0 {
 constexpr uint32_t kSmallestE8M0 = 1u << 22;  // 2^-127 is denormal in fp32
 
 KVIK_INLINE float to_float(e8m0 value) {
-    return __builtin_bit_cast(float, value.bits ? uint32_t(value.bits) << 23 : kSmallestE8M0);
+    return float_of(value.bits ? uint32_t(value.bits) << 23 : kSmallestE8M0);
 }
 
 #if defined(__AVX512F__)

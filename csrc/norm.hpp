@@ -42,18 +42,13 @@ float sum_of(const T* x, int64_t dim, float centre) {
 template <bool Biased, class T, class W>
 void scale_row(const T* x, const W* weight, const W* bias, T* y, int64_t dim, float centre, float scale) {
     const F32 c = broadcast(centre), s = broadcast(scale);
-    const auto normed = [&](F32 v, F32 w, F32 b) {
-        if constexpr (!Biased) return mul(mul(v, s), w);
-        return add(mul(mul(sub(v, c), s), w), b);
-    };
-    int64_t i = 0;
-    for (; i + kLanes <= dim; i += kLanes)
-        store(y + i, normed(load(x + i), load(weight + i), Biased ? load(bias + i) : zero()));
-    const int rest = int(dim - i);
-    if (rest) {
-        const F32 b = Biased ? load(bias + i, rest) : zero();
-        store(y + i, normed(load(x + i, rest), load(weight + i, rest), b), rest);
-    }
+    each_vector(0, dim, [&](int64_t i, auto n) KVIK_INLINED {
+        const F32 v = load(x + i, n), w = load(weight + i, n);
+        if constexpr (Biased)
+            store(y + i, add(mul(mul(sub(v, c), s), w), load(bias + i, n)), n);
+        else
+            store(y + i, mul(mul(v, s), w), n);
+    });
 }
 
 template <class T, class W>

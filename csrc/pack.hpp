@@ -133,7 +133,7 @@ void pack_matrix(const pack_matrix_args& a, Team& team) {
 // An output from the four bytes of one step: value(i) is its input k + i, before scale and minimum.
 struct F32Step {
     static constexpr int kInputs = 1;
-    KVIK_INLINE float value(uint32_t word, int, int) { return __builtin_bit_cast(float, word); }
+    KVIK_INLINE float value(uint32_t word, int, int) { return float_of(word); }
 };
 struct BF16Step {
     static constexpr int kInputs = 2;

@@ -18,7 +18,7 @@ struct HalfRange {
     void add(const float* values, int64_t count) {
         for (int64_t i = 0; i < count; i++) {
             fits &= to_float(to_f16(values[i])) == values[i];
-            const uint32_t size = __builtin_bit_cast(uint32_t, values[i]) & 0x7fffffff;
+            const uint32_t size = bits_of(values[i]) & 0x7fffffff;
             if (size < 0x7f800000 && size > largest) largest = size;
         }
     }
@@ -28,13 +28,13 @@ struct HalfRange {
     float factor() const {
         constexpr uint32_t kExponent = 14;  // of the largest after division
         const uint32_t exponent = largest >> 23;
-        return fits ? 1.0f : __builtin_bit_cast(float, (exponent > kExponent ? exponent - kExponent : 1) << 23);
+        return fits ? 1.0f : float_of((exponent > kExponent ? exponent - kExponent : 1) << 23);
     }
 };
 
 // 1 / power for a power of two; 2^127 where power is 0.
 KVIK_INLINE float inverse_power(float power) {
-    return __builtin_bit_cast(float, (254u << 23) - __builtin_bit_cast(uint32_t, power));
+    return float_of((254u << 23) - bits_of(power));
 }
 
 bool has_fp8_nan(const char* row, int64_t inputs) {

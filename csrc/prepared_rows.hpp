@@ -86,11 +86,11 @@ KVIK_INLINE bool readable_in_place(const linear_args& a) {
 template <class X>
 KVIK_INLINE float scale_of(const X* x, int64_t count, float most) {
     F32 absmax = zero(), poison = zero();
-    for (int64_t k = 0; k < count; k += kLanes) {
-        const F32 v = count - k < kLanes ? load(x + k, int(count - k)) : load(x + k);
+    each_vector(0, count, [&](int64_t k, auto n) KVIK_INLINED {
+        const F32 v = load(x + k, n);
         absmax = max(absmax, abs(v));
         poison = fma(v, zero(), poison);
-    }
+    });
     const float scale = largest(absmax) / most + sum(poison);
     return scale == 0.0f ? 1.0f : scale;
 }
@@ -160,20 +160,16 @@ template <class X, class Out>
 void convert_row(const linear_args& a, const X* x, int64_t row, const PreparedRows& to) {
     Out* out = (Out*)(to.data + row * to.stride);
     clear_end((char*)out, to.stride);
-    int64_t k = 0;
-    for (; k + kLanes <= a.inputs; k += kLanes) store(out + k, load(x + k));
-    const int rest = int(a.inputs - k);
-    if (rest) store(out + k, load(x + k, rest), rest);
+    each_vector(0, a.inputs, [&](int64_t k, auto n) KVIK_INLINED { store(out + k, load(x + k, n), n); });
 }
 
 // x / scale rounded to E4M3, as bf16, which holds it exactly. NaN stays NaN.
 template <class X>
 KVIK_INLINE void round_fp8(const X* x, int64_t count, float scale, bf16* out) {
     const F32 divisor = broadcast(scale);
-    int64_t k = 0;
-    for (; k + kLanes <= count; k += kLanes) store(out + k, nearest_fp8(div(load(x + k), divisor)));
-    const int rest = int(count - k);
-    if (rest) store(out + k, nearest_fp8(div(load(x + k, rest), divisor)), rest);
+    each_vector(0, count, [&](int64_t k, auto n) KVIK_INLINED {
+        store(out + k, nearest_fp8(div(load(x + k, n), divisor)), n);
+    });
 }
 
 template <class X>

@@ -21,13 +21,12 @@ void rotations(const rotations_args& a, Team& team) {
         const float* high = static_cast<const float*>(a.high) + multiple * a.head_dim;
         const float* low = static_cast<const float*>(a.low) + rest * a.head_dim;
         float* out = static_cast<float*>(a.out) + row * a.head_dim;
-        for (int64_t j = begin; j < end; j += kLanes) {
-            const int n = end - j < kLanes ? int(end - j) : kLanes;
+        each_vector(begin, end, [&](int64_t j, auto n) KVIK_INLINED {
             const F32 c = load(high + j, n), s = load(high + half + j, n);
             const F32 x = load(low + j, n), y = load(low + half + j, n);
             store(out + j, sub(mul(c, x), mul(s, y)), n);
             store(out + half + j, add(mul(c, y), mul(s, x)), n);
-        }
+        });
     });
 }
 
@@ -35,20 +34,12 @@ template <class T>
 void turn(T* head, const float* cosines, const float* sines, int64_t half) {
     T* low = head;
     T* high = head + half;
-    int64_t j = 0;
-    for (; j + kLanes <= half; j += kLanes) {
-        const F32 x = load(low + j), y = load(high + j);
-        const F32 c = load(cosines + j), s = load(sines + j);
-        store(low + j, sub(mul(x, c), mul(y, s)));
-        store(high + j, add(mul(y, c), mul(x, s)));
-    }
-    const int rest = int(half - j);
-    if (rest) {
-        const F32 x = load(low + j, rest), y = load(high + j, rest);
-        const F32 c = load(cosines + j, rest), s = load(sines + j, rest);
-        store(low + j, sub(mul(x, c), mul(y, s)), rest);
-        store(high + j, add(mul(y, c), mul(x, s)), rest);
-    }
+    each_vector(0, half, [&](int64_t j, auto n) KVIK_INLINED {
+        const F32 x = load(low + j, n), y = load(high + j, n);
+        const F32 c = load(cosines + j, n), s = load(sines + j, n);
+        store(low + j, sub(mul(x, c), mul(y, s)), n);
+        store(high + j, add(mul(y, c), mul(x, s)), n);
+    });
 }
 
 template <class T>

@@ -18,10 +18,9 @@ void add_of(const add_args& a, Team& team) {
         const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
         const T* y = static_cast<const T*>(a.y) + row * a.y_stride;
         T* out = static_cast<T*>(a.out) + row * a.out_stride;
-        int64_t i = begin;
-        for (; i + kLanes <= end; i += kLanes) store(out + i, add(load(x + i), load(y + i)));
-        const int rest = int(end - i);
-        if (rest) store(out + i, add(load(x + i, rest), load(y + i, rest)), rest);
+        each_vector(begin, end, [&](int64_t i, auto n) KVIK_INLINED {
+            store(out + i, add(load(x + i, n), load(y + i, n)), n);
+        });
     });
 }
 
@@ -35,10 +34,7 @@ void scaled_of(const scaled_args& a, Team& team) {
     each_columns(team, a.rows, a.dim, kAddedPerThread, [&](int64_t row, int64_t begin, int64_t end) {
         const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
         T* y = static_cast<T*>(a.y) + row * a.y_stride;
-        int64_t i = begin;
-        for (; i + kLanes <= end; i += kLanes) store(y + i, mul(load(x + i), factor));
-        const int rest = int(end - i);
-        if (rest) store(y + i, mul(load(x + i, rest), factor), rest);
+        each_vector(begin, end, [&](int64_t i, auto n) KVIK_INLINED { store(y + i, mul(load(x + i, n), factor), n); });
     });
 }
 

@@ -74,9 +74,7 @@ void share_tokens(const DrawnRow& row, const DrawScratch& scratch, Team& team, f
         const int64_t count = row.in_chunk(chunk);
         float* to = shares + chunk * kDrawChunk;
         row.weigh_chunk(chunk, weights);
-        int64_t i = 0;
-        for (; i + kLanes <= count; i += kLanes) store(to + i, div(load(weights + i), total));
-        if (i < count) store(to + i, div(load(weights + i), total), int(count - i));
+        each_vector(0, count, [&](int64_t i, auto n) KVIK_INLINED { store(to + i, div(load(weights + i), total), n); });
     });
 }
 

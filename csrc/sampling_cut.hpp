@@ -24,8 +24,7 @@ struct Candidates {
 // equal, ties by ascending id.
 KVIK_INLINE uint64_t ranked(float value, int64_t id) {
     const float x = value + 0.0f;  // -0 becomes 0
-    uint32_t order;
-    std::memcpy(&order, &x, 4);
+    uint32_t order = bits_of(x);
     order ^= (0u - (order >> 31)) | 0x80000000u;  // no branch: signs are hard to predict
     order = is_nan(x) ? 0xffffffffu : order;
     return uint64_t(order) << 32 | (0xffffffffu - uint32_t(id));
@@ -34,10 +33,8 @@ KVIK_INLINE int64_t id_of(uint64_t ranked) { return int64_t(0xffffffffu - uint32
 
 // The number passed to `ranked`.
 float value_of(uint64_t rank) {
-    const uint32_t order = uint32_t(rank >> 32), bits = order >> 31 ? order & 0x7fffffffu : ~order;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
+    const uint32_t order = uint32_t(rank >> 32);
+    return float_of(order >> 31 ? order & 0x7fffffffu : ~order);
 }
 
 // The quantity that is added up until it reaches a target.

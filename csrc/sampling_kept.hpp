@@ -81,12 +81,8 @@ void weigh(const float* logits, int64_t count, float top, float temperature, flo
         const F32 w = select(less(x, broadcast(-87.0f)), zero(), exp(x));
         return select(less(w, broadcast(least)), zero(), w);
     };
-    int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) store(weights + i, weight(load(logits + i)));
-    if (i < count) {
-        store(weights + i, weight(load(logits + i, int(count - i))));
-        pad(weights, count);
-    }
+    each_vector(0, count, [&](int64_t i, auto n) KVIK_INLINED { store(weights + i, weight(load(logits + i, n))); });
+    pad(weights, count);
 }
 
 // The sum of padded weights.

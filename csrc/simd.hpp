@@ -23,6 +23,7 @@
 #endif
 
 #define KVIK_INLINE static inline __attribute__((always_inline))
+#define KVIK_INLINED __attribute__((always_inline))  // of a lambda
 
 namespace kvik {
 namespace {
@@ -31,17 +32,14 @@ using bf16 = uint16_t;
 
 // ------------------------------------------------------------------------------------ one number
 
-KVIK_INLINE float to_float(bf16 value) {
-    const uint32_t bits = uint32_t(value) << 16;
-    float out;
-    std::memcpy(&out, &bits, 4);
-    return out;
-}
+KVIK_INLINE uint32_t bits_of(float value) { return __builtin_bit_cast(uint32_t, value); }
+KVIK_INLINE float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
+
+KVIK_INLINE float to_float(bf16 value) { return float_of(uint32_t(value) << 16); }
 
 // Round to nearest even; NaN stays NaN.
 KVIK_INLINE bf16 to_bf16(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
+    const uint32_t bits = bits_of(value);
     if ((bits & 0x7fffffff) > 0x7f800000) return bf16((bits >> 16) | 0x40);
     return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
@@ -475,12 +473,7 @@ KVIK_INLINE float sum(F32 a) {
 }
 KVIK_INLINE float largest(F32 a) { float m = a.v[0]; KVIK_LANES m = a.v[i] > m ? a.v[i] : m; return m; }
 KVIK_INLINE F32 times_power_of_two(F32 a, F32 n) {  // |n| below 127, or NaN where a is; ldexp would be a call
-    KVIK_LANES {
-        const uint32_t bits = uint32_t(int32_t(n.v[i]) + 127) << 23;
-        float power;
-        std::memcpy(&power, &bits, 4);
-        a.v[i] *= power;
-    }
+    KVIK_LANES a.v[i] *= float_of(uint32_t(int32_t(n.v[i]) + 127) << 23);
     return a;
 }
 
@@ -594,6 +587,23 @@ KVIK_INLINE void store(bf16* p, F32 v, int n) {
     bf16 lanes[kLanes];
     store(lanes, v);
     std::memcpy(p, lanes, size_t(n) * sizeof(bf16));
+}
+
+// Calls work(i, n) for the vectors of [begin, end); n: `AllLanes`, or how many lanes the last one has.
+struct AllLanes {};
+template <class T>
+KVIK_INLINE F32 load(const T* p, AllLanes) {
+    return load(p);
+}
+template <class T>
+KVIK_INLINE void store(T* p, F32 v, AllLanes) {
+    store(p, v);
+}
+template <class Work>
+KVIK_INLINE void each_vector(int64_t begin, int64_t end, const Work& work) {
+    int64_t i = begin;
+    for (; i + kLanes <= end; i += kLanes) work(i, AllLanes());
+    if (i < end) work(i, int(end - i));
 }
 
 KVIK_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }

@@ -35,11 +35,10 @@ void gated_of(const gated_args& a, Team& team) {
         T* y = static_cast<T*>(a.y) + row * a.y_stride;
         const bool one = a.gate_dim == 1;
         const F32 of_row = one ? gate_of(a.by, broadcast(sum(load(gate, 1)))) : zero();
-        const auto factor = [&](int64_t i, int n) { return one ? of_row : gate_of(a.by, load_some(gate + i, n)); };
-        int64_t i = begin;
-        for (; i + kLanes <= end; i += kLanes) store(y + i, mul(load(x + i), factor(i, kLanes)));
-        const int rest = int(end - i);
-        if (rest) store(y + i, mul(load(x + i, rest), factor(i, rest)), rest);
+        const auto factor = [&](int64_t i, auto n) { return one ? of_row : gate_of(a.by, load(gate + i, n)); };
+        each_vector(begin, end, [&](int64_t i, auto n) KVIK_INLINED {
+            store(y + i, mul(load(x + i, n), factor(i, n)), n);
+        });
     });
 }
 
@@ -84,8 +83,7 @@ void convolve(const causal_conv_args& a, const StateTokens& on, int64_t channel,
     for (int64_t token = 0; token < on.count; token++) {
         const T* x = inputs + token * a.x_stride;
         T* y = static_cast<T*>(a.y) + (on.first + token) * a.y_stride + channel;
-        for (int64_t c = 0; c < count; c += kLanes) {
-            const int n = count - c < kLanes ? int(count - c) : kLanes;
+        each_vector(0, count, [&](int64_t c, auto n) KVIK_INLINED {
             const F32 newest = load(x + c, n);
             F32 total = a.bias ? load(static_cast<const T*>(a.bias) + channel + c, n) : zero();
             for (int64_t j = 0; j < kept; j++) {
@@ -95,17 +93,16 @@ void convolve(const causal_conv_args& a, const StateTokens& on, int64_t channel,
             }
             total = fma(newest, load(weight + kept * a.channels + c, n), total);
             store(y + c, a.silu ? silu(total) : total, n);
-        }
+        });
     }
     // What the next step may need: inputs from `kept` before the first draft on. Older ones move forward.
     for (int64_t j = 0; j < kept + on.drafts; j++) {
         const int64_t token = on.count - on.drafts - kept + j;
         float* to = state + j * a.channels;
-        for (int64_t c = 0; c < count; c += kLanes) {
-            const int n = count - c < kLanes ? int(count - c) : kLanes;
+        each_vector(0, count, [&](int64_t c, auto n) KVIK_INLINED {
             const float* from = state + (on.pending + kept + token) * a.channels + c;
             store(to + c, token >= 0 ? load(inputs + token * a.x_stride + c, n) : on.fresh ? zero() : load(from, n), n);
-        }
+        });
     }
 }
 
@@ -129,16 +126,9 @@ constexpr float kUnitEps = 1e-6f;
 template <class T>
 void unit(float* to, const T* x, int64_t dim, float scale) {
     F32 square = zero();
-    for (int64_t i = 0; i < dim; i += kLanes) {
-        const int n = dim - i < kLanes ? int(dim - i) : kLanes;
-        const F32 v = load(x + i, n);
-        square = fma(v, v, square);
-    }
+    each_vector(0, dim, [&](int64_t i, auto n) KVIK_INLINED { square = fma(load(x + i, n), load(x + i, n), square); });
     const F32 by = broadcast(scale / sqrtf(sum(square) + kUnitEps));
-    for (int64_t i = 0; i < dim; i += kLanes) {
-        const int n = dim - i < kLanes ? int(dim - i) : kLanes;
-        store(to + i, mul(load(x + i, n), by), n);
-    }
+    each_vector(0, dim, [&](int64_t i, auto n) KVIK_INLINED { store(to + i, mul(load(x + i, n), by), n); });
 }
 
 inline float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
@@ -302,10 +292,7 @@ void log_draft(const gated_delta_args& a, const StateTokens& on, int64_t draft) 
     const int64_t token = on.first + on.count - on.drafts + draft, width = delta_width(a), gates = 2 * a.value_heads;
     float* to = static_cast<float*>(a.log) + on.row * a.log_stride + draft * (width + gates);
     const auto widen = [](float* y, const T* x, int64_t count) {
-        for (int64_t i = 0; i < count; i += kLanes) {
-            const int n = count - i < kLanes ? int(count - i) : kLanes;
-            store(y + i, load(x + i, n), n);
-        }
+        each_vector(0, count, [&](int64_t i, auto n) KVIK_INLINED { store(y + i, load(x + i, n), n); });
     };
     widen(to, static_cast<const T*>(a.x) + token * a.x_stride, width);
     widen(to + width, static_cast<const T*>(a.gates) + token * a.gates_stride, gates);

@@ -28,12 +28,7 @@ namespace {
 
 void exchange(const exchange_args& a, Team&) { arrive_and_wait(*static_cast<Barrier*>(a.barrier), int(a.rank)); }
 
-#define KVIK_CALL(kernel)                                                  \
-    void call_##kernel(const Word* words, Team& team) {                    \
-        kernel(*reinterpret_cast<const kernel##_args*>(words), team);      \
-    }
 KVIK_KERNELS(KVIK_CALL)
-#undef KVIK_CALL
 
 }  // namespace
 

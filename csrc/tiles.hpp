@@ -295,7 +295,7 @@ __attribute__((noinline)) void multiply_group(const Span& s, int first_vector, i
     const char* ahead = s.ahead + first * s.ahead_stride + first_vector * kLanes * 4;
     int64_t at = first * 4 * kParts;
     const int64_t end = last * 4 * kParts;
-    const auto until = [&](int64_t stop, const auto& add) __attribute__((always_inline)) {
+    const auto until = [&](int64_t stop, const auto& add) KVIK_INLINED {
         do {
             I32 w[kVectors][kParts];
 #pragma GCC unroll 4
@@ -328,7 +328,7 @@ __attribute__((noinline)) void multiply_group(const Span& s, int first_vector, i
                 for (int v = 0; v < kVectors; v++) few[m][v] = izero();
             }
             const int64_t most = at + 4 * Tile::kShort;
-            until(most < end ? most : end, [&](int, int m, int v, I32 w, I32 b) __attribute__((always_inline)) {
+            until(most < end ? most : end, [&](int, int m, int v, I32 w, I32 b) KVIK_INLINED {
                 few[m][v] = dot_short(few[m][v], w, b);
             });
 #pragma GCC unroll 16
@@ -338,7 +338,7 @@ __attribute__((noinline)) void multiply_group(const Span& s, int first_vector, i
             }
         } while (at < end);
     } else {
-        until(end, [&](int part, int m, int v, I32 w, I32 b) __attribute__((always_inline)) {
+        until(end, [&](int part, int m, int v, I32 w, I32 b) KVIK_INLINED {
             acc[part % kChains][m][v] = Tile::dot(acc[part % kChains][m][v], w, b);
         });
     }
@@ -368,21 +368,7 @@ __attribute__((noinline)) void multiply_group(const Span& s, int first_vector, i
 }
 
 template <class Tile>
-constexpr bool kIsInteger = false;
-template <>
-constexpr bool kIsInteger<TileI8> = true;
-template <>
-constexpr bool kIsInteger<TileI8Groups> = true;
-template <>
-constexpr bool kIsInteger<TileI4> = true;
-template <>
-constexpr bool kIsInteger<TileI4Min> = true;
-template <>
-constexpr bool kIsInteger<TileMxfp4> = true;
-template <>
-constexpr bool kIsInteger<TileIq4> = true;
-template <>
-constexpr bool kIsInteger<TileFp4> = true;
+constexpr bool kIsInteger = requires { Tile::kScaled; };
 
 template <class Tile, int kRows, int kVectors>
 KVIK_INLINE void multiply_vectors(const Span& s, int first_vector) {
@@ -486,12 +472,9 @@ void multiply_few(const Span& s) {
         for (int v = 0; v < kVectors; v++) store(s.sums + m * kTile + v * kLanes, total[m][v]);
 }
 
+// Integers of four bits, which have zero points or minima.
 template <class Tile>
-constexpr bool kNibbles = false;
-template <>
-constexpr bool kNibbles<TileI4> = true;
-template <>
-constexpr bool kNibbles<TileI4Min> = true;
+constexpr bool kNibbles = requires { requires Tile::kZeros || Tile::kMinima; };
 #endif
 
 template <class Tile>
