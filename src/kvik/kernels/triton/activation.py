@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
+from kvik.kernels.triton.launch import in_blocks, launch
 from kvik.kernels.weights import ACTIVATIONS, PAIRED, SWIGLU_LIMIT, SWIGLU_SLOPE, Activation
 
 CLAMPED = tl.constexpr(ACTIVATIONS["clamped_swiglu"])
@@ -108,10 +108,9 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     """See `Ops`."""
     rows, columns = len(x), x.shape[1] // 2 if activation in PAIRED else x.shape[1]
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    block = min(MOST, power_of_two(columns))
-    grid = (rows, ceil_div(columns, block))
-    numbers = (columns, x.stride(0))
-    launch(activate_kernel, grid, (x, out), numbers, (ACTIVATIONS[activation], block))
+    block, blocks = in_blocks(columns, MOST)
+    numbers, constants = (columns, x.stride(0)), (ACTIVATIONS[activation], block)
+    launch(activate_kernel, (rows, blocks), (x, out), numbers, constants)
     return out
 
 
@@ -119,13 +118,12 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     """x * factor, of any shape."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    block = min(MOST, power_of_two(x.numel()))
-    grid, numbers = (ceil_div(x.numel(), block),), (x.numel(), factor)
-    launch(scaled_kernel, grid, (x, out), numbers, (block,))
+    block, blocks = in_blocks(x.numel(), MOST)
+    launch(scaled_kernel, (blocks,), (x, out), (x.numel(), factor), (block,))
     return out
 
 
 def softcap(x: Tensor, cap: float) -> None:
     """See `Ops`; x is contiguous."""
-    block = min(MOST, power_of_two(x.numel()))
-    launch(softcap_kernel, (ceil_div(x.numel(), block),), (x,), (x.numel(), cap), (block,))
+    block, blocks = in_blocks(x.numel(), MOST)
+    launch(softcap_kernel, (blocks,), (x,), (x.numel(), cap), (block,))

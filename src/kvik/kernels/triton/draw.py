@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvik.kernels.ops import Draws, Masks, Penalties, Truncation
-from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
+from kvik.kernels.triton.launch import in_blocks, launch, power_of_two
 
 # Finding the tokens that a row keeps without sorting: a rule keeps the nearest tokens, by distance
 # from the top or (typical_p) from the entropy, until they reach a target.
@@ -536,9 +536,8 @@ class _Rows:
     def of(cls, logits: Tensor, temperature: Tensor, rules: Truncation) -> _Rows:
         if logits.stride(1) != 1:
             logits = logits.contiguous()
-        chunk = min(CHUNK, power_of_two(logits.shape[1]))
-        n, chunks = len(logits), ceil_div(logits.shape[1], chunk)
-        device = logits.device
+        chunk, chunks = in_blocks(logits.shape[1], CHUNK)
+        n, device = len(logits), logits.device
         highs = torch.empty(n, chunks, dtype=torch.float32, device=device)
         weights = torch.empty(n, chunks, dtype=torch.float64, device=device)
         if n:
@@ -704,10 +703,10 @@ def penalize_kernel(
 def penalize(logits: Tensor, penalties: Penalties) -> None:
     """See `Ops`."""
     vocab = logits.shape[1]
-    block = min(PENALIZED, power_of_two(vocab))
+    block, blocks = in_blocks(vocab, PENALIZED)
     launch(
         penalize_kernel,
-        (len(penalties.rows), ceil_div(vocab, block)),
+        (len(penalties.rows), blocks),
         (
             logits,
             penalties.rows,
@@ -744,7 +743,6 @@ def mask_kernel(logits, rows, words, vocab, stride, words_stride, BLOCK: tl.cons
 def mask(logits: Tensor, masks: Masks) -> None:
     """See `Ops`."""
     vocab, words = logits.shape[1], masks.words
-    block = min(PENALIZED, power_of_two(vocab))
-    grid = (len(masks.rows), ceil_div(vocab, block))
-    numbers = (vocab, logits.stride(0), words.stride(0))
-    launch(mask_kernel, grid, (logits, masks.rows, words), numbers, (block,))
+    block, blocks = in_blocks(vocab, PENALIZED)
+    tensors, numbers = (logits, masks.rows, words), (vocab, logits.stride(0), words.stride(0))
+    launch(mask_kernel, (len(masks.rows), blocks), tensors, numbers, (block,))

@@ -103,6 +103,16 @@ def ceil_div(n: int, by: int) -> int:
     return -(-n // by)
 
 
+def in_blocks(n: int, most: int) -> tuple[int, int]:
+    """Return the size and the number of blocks that n elements are divided into.
+
+    Args:
+        most: the largest size.
+    """
+    block = min(most, power_of_two(n))
+    return block, ceil_div(n, block)
+
+
 @cache
 def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that one program can have."""

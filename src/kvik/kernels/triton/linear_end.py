@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvik.kernels.triton.activation import activated, factor_of
-from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
+from kvik.kernels.triton.launch import in_blocks, launch
 from kvik.kernels.weights import ACTIVATIONS, PAIRED, Activation
 
 BLOCK = 1024  # outputs of a program of `finish`: 16 bytes of bf16 for each of 128 threads
@@ -152,8 +152,8 @@ def finish(
     y = torch.empty(tokens, outputs, dtype=out_dtype, device=z.device)
     if not tokens:
         return y
-    block = min(BLOCK, power_of_two(outputs))
-    grid = (tokens, ceil_div(outputs, block))
+    block, blocks = in_blocks(outputs, BLOCK)
     numbers = (rows, z.stride(0), 0 if residual is None else residual.stride(0))
-    launch(finish_kernel, grid, (z, bias, residual, y), numbers, (ACTIVATIONS[activation], block))
+    tensors, constants = (z, bias, residual, y), (ACTIVATIONS[activation], block)
+    launch(finish_kernel, (tokens, blocks), tensors, numbers, constants)
     return y

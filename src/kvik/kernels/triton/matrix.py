@@ -12,7 +12,9 @@ tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -214,71 +216,59 @@ def narrow_in_words(kind: WeightKind, device: torch.device) -> bool:
     return kind.offsets == "minima" or (kind.gpu_bits == 8 and shared_memory(device) < ROOMY)
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    grid: tuple[int, int]
-    steps: int
-    split_steps: int
-    partials: Tensor | None  # sums of splits
+def _multiplied(
+    kernel: Any,
+    x: Tensor,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    constants: Sequence[int],
+    matrix: Matrix,
+    residual: Tensor | None,
+    tile: Tile,
+    sums: torch.dtype,
+) -> Tensor:
+    """Multiply x [tokens, inputs] by a weight, with a kernel that ends as in `linear_end.py`.
 
-
-def _plan(x: Tensor, matrix: Matrix, tile: Tile, sums: torch.dtype) -> _Plan:
-    spec, tokens = matrix.spec, x.shape[0]
+    Args:
+        tensors, numbers, constants: the kernel's first ones; those of the end and of the division
+            into tiles and splits follow.
+        sums: the dtype of partial sums.
+    """
+    spec, packed, tokens = matrix.spec, matrix.data, x.shape[0]
+    assert isinstance(packed, TritonPacked)
+    y = torch.empty(tokens, spec.outputs, dtype=spec.out_dtype, device=x.device)
     steps = ceil_div(spec.inputs, STEP)
     splits = splits_for(tile, spec.rows, steps)
     tiles = ceil_div(spec.rows, tile.outputs) * ceil_div(tokens, tile.tokens)
     size = tiles * splits * tile.outputs * tile.tokens
     partials = torch.empty(size, dtype=sums, device=x.device) if splits > 1 else None
-    return _Plan((tiles, splits), steps, ceil_div(steps, splits), partials)
+    stride = 0 if residual is None else residual.stride(0)
+    divided = (tokens, spec.rows, steps, ceil_div(steps, splits), stride, packed.scales.shape[-1])
+    sizes = (tile.outputs, tile.tokens, tile.stages)
+    launch(
+        kernel,
+        (tiles, splits),
+        (*tensors, matrix.bias, residual, y, partials, packed.arrivals),
+        (*numbers, *divided),
+        (*constants, ACTIVATIONS[spec.activation], splits, *sizes),
+        num_warps=tile.num_warps,
+    )
+    return y
 
 
 def words_linear(
     x: Tensor, packed: TritonPacked, matrix: Matrix, residual: Tensor | None
 ) -> Tensor:
     """Multiply x [tokens, inputs], unrounded, by a weight in words."""
-    spec, kind, tokens = matrix.spec, matrix.spec.kind, x.shape[0]
-    y = torch.empty(tokens, spec.outputs, dtype=spec.out_dtype, device=x.device)
-    narrow = narrow_in_words(kind, x.device)
+    spec, kind = matrix.spec, matrix.spec.kind
+    narrow, fp32 = narrow_in_words(kind, x.device), x.dtype == torch.float32
     int4 = kind.codes == "int4" and kind.offsets != "minima"
-    fp32 = x.dtype == torch.float32
-    tile = tile_in_words(tokens, fp32=fp32, narrow=narrow, int4=int4)
-    group, plan = kind.group, _plan(x, matrix, tile, torch.float32)
-    tensors = (
-        x,
-        packed.values,
-        packed.scales,
-        packed.factors,
-        matrix.bias,
-        residual,
-        y,
-        plan.partials,
-        packed.arrivals,
-    )
-    numbers = (
-        tokens,
-        spec.rows,
-        spec.inputs,
-        plan.steps,
-        plan.split_steps,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        packed.scales.shape[-1],
-    )
-    constants = (
-        *format_of(kind),
-        group,
-        span_of(group),
-        spec.inputs % STEP == 0,
-        tile != FEW_INT4,
-        ACTIVATIONS[spec.activation],
-        plan.grid[1],
-        tile.outputs,
-        tile.tokens,
-        tile.stages,
-    )
-    kernel, warps = linear_words.words_kernel, tile.num_warps
-    launch(kernel, plan.grid, tensors, numbers, constants, num_warps=warps)
-    return y
+    tile = tile_in_words(x.shape[0], fp32=fp32, narrow=narrow, int4=int4)
+    tensors, numbers = (x, packed.values, packed.scales, packed.factors), (spec.inputs, x.stride(0))
+    whole, subtract = spec.inputs % STEP == 0, tile != FEW_INT4
+    constants = (*format_of(kind), kind.group, span_of(kind.group), whole, subtract)
+    kernel, sums = linear_words.words_kernel, torch.float32
+    return _multiplied(kernel, x, tensors, numbers, constants, matrix, residual, tile, sums)
 
 
 def bytes_linear(
@@ -294,51 +284,17 @@ def bytes_linear(
 
     Paired activations are applied only if rows of gate and up alternate.
     """
-    spec, kind = matrix.spec, matrix.spec.kind
+    spec, group, values = matrix.spec, matrix.spec.kind.group, packed.values
     assert not spec.paired or interleaved(spec)
-    tokens = codes.shape[0]
-    y = torch.empty(tokens, spec.outputs, dtype=spec.out_dtype, device=codes.device)
-    group = kind.group
     in_all = how == linear_bytes.INT8.value and not group
     narrow = how == linear_bytes.E4M3_IN_FP16.value
-    tile = tile_for(tokens, narrow=narrow)
-    plan = _plan(codes, matrix, tile, torch.int32 if in_all else torch.float32)
-    values = packed.values
     if narrow:
         codes, values = codes.view(torch.int8), values.view(torch.int8)
-    tensors = (
-        codes,
-        x_scales,
-        values,
-        packed.scales,
-        matrix.bias,
-        residual,
-        y,
-        plan.partials,
-        packed.arrivals,
-    )
-    numbers = (
-        tokens,
-        spec.rows,
-        plan.steps,
-        plan.split_steps,
-        0 if residual is None else residual.stride(0),
-        packed.scales.shape[-1],
-    )
-    constants = (
-        how,
-        group,
-        x_group,
-        span_of(group),
-        ACTIVATIONS[spec.activation],
-        plan.grid[1],
-        tile.outputs,
-        tile.tokens,
-        tile.stages,
-    )
-    kernel, warps = linear_bytes.bytes_kernel, tile.num_warps
-    launch(kernel, plan.grid, tensors, numbers, constants, num_warps=warps)
-    return y
+    tile = tile_for(codes.shape[0], narrow=narrow)
+    tensors = (codes, x_scales, values, packed.scales)
+    constants = (how, group, x_group, span_of(group))
+    kernel, sums = linear_bytes.bytes_kernel, torch.int32 if in_all else torch.float32
+    return _multiplied(kernel, codes, tensors, (), constants, matrix, residual, tile, sums)
 
 
 def float_linear(x: Tensor, values: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:

@@ -9,23 +9,17 @@ so that a single token also keeps several SMs busy. For one token the launch dom
 from __future__ import annotations
 
 from functools import cache
-from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvik.kernels.triton.kv_load import KINDS, stored
 from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
 from kvik.kernels.triton.rounding import round_in_eight_bits, round_in_four_bits
 
 TILE = 1024  # numbers of a program
-Kind = Literal["float", "int8", "fp8", "int4"]
-_KINDS: dict[torch.dtype, Kind] = {
-    torch.int8: "int8",
-    torch.float8_e4m3fn: "fp8",
-    torch.uint8: "int4",
-}
 
 
 @triton.jit
@@ -296,10 +290,8 @@ def rotate_and_store(
     q, k, v = _with_whole_heads(q), _with_whole_heads(k), _with_whole_heads(v)
     (tokens, heads, dim), kv_heads = q.shape, k.shape[1]
     half, tile = _tile(dim, kv_heads)
-    kind = "float" if scales is None else _KINDS[caches[0].dtype]
-    k_cache, v_cache = caches
-    if kind == "fp8":
-        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    kind = KINDS[caches[0].dtype]
+    k_cache, v_cache = (stored(cache) for cache in caches)
     # The bits of scales; without scales these are placeholders that are not written.
     k_scales, v_scales = caches if scales is None else (s.view(torch.int16) for s in scales)
     rotated, normed = rotation is not None, norms is not None

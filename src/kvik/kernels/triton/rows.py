@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
+from kvik.kernels.triton.launch import in_blocks, launch, power_of_two
 
 PIECE = 1024  # elements of a row that a program moves
 CHUNK = 4096  # logits of a program
@@ -90,9 +90,9 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
     out = torch.empty(len(ids), table.shape[1], dtype=table.dtype, device=table.device)
     source, to = _as_integers(table, out)
     dim = source.shape[1]
-    block = min(PIECE, power_of_two(dim))
-    grid = (len(ids), ceil_div(dim, block))
-    launch(gather_kernel, grid, (source, ids.contiguous(), to), (dim, source.stride(0)), (block,))
+    block, blocks = in_blocks(dim, PIECE)
+    tensors, numbers = (source, ids.contiguous(), to), (dim, source.stride(0))
+    launch(gather_kernel, (len(ids), blocks), tensors, numbers, (block,))
     return out
 
 
@@ -104,10 +104,10 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         v, v_cache = k, k_cache
     k, v, k_cache, v_cache = _as_integers(k, v, k_cache, v_cache)
     dim = k.shape[1]
-    block = min(PIECE, power_of_two(dim))
+    block, blocks = in_blocks(dim, PIECE)
     tensors = (k, v, k_cache, v_cache, slot_mapping.contiguous())
-    grid, numbers = (len(k), ceil_div(dim, block)), (k.stride(0), v.stride(0), dim)
-    launch(store_rows_kernel, grid, tensors, numbers, (block,))
+    numbers = (k.stride(0), v.stride(0), dim)
+    launch(store_rows_kernel, (len(k), blocks), tensors, numbers, (block,))
 
 
 def copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
@@ -115,17 +115,16 @@ def copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
     blocks = cache.flatten(1)
     rows, copies = _as_integers(blocks, gather_rows(blocks, source))
     dim = rows.shape[1]
-    block = min(PIECE, power_of_two(dim))
-    grid = (len(source), ceil_div(dim, block))
-    launch(scatter_kernel, grid, (copies, target.contiguous(), rows), (dim,), (block,))
+    block, blocks = in_blocks(dim, PIECE)
+    tensors = (copies, target.contiguous(), rows)
+    launch(scatter_kernel, (len(source), blocks), tensors, (dim,), (block,))
 
 
 def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """See `Ops`."""
     rows, vocab = logits.shape
     device = logits.device
-    chunk = min(CHUNK, power_of_two(vocab))
-    chunks = ceil_div(vocab, chunk)
+    chunk, chunks = in_blocks(vocab, CHUNK)
     tops = torch.empty(rows, chunks, dtype=torch.float32, device=device)
     firsts = torch.empty(rows, chunks, dtype=torch.int32, device=device)
     top = torch.empty(rows, dtype=torch.float32, device=device)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvik.kernels.ops import DeltaHeads, Gate, Sequences
 from kvik.kernels.triton.activation import MOST, sigmoid
-from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
+from kvik.kernels.triton.launch import ceil_div, in_blocks, launch, power_of_two
 
 CHANNELS = 256  # per program of the convolution
 COLUMNS = 32  # of a head's state, per program
@@ -203,12 +203,10 @@ def gated(x: Tensor, gate: Tensor, by: Gate) -> Tensor:
     """See `Ops`."""
     rows, columns = x.shape
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    block = min(MOST, power_of_two(columns))
-    number = ("none", "silu", "sigmoid").index(by)
-    launch(
-        gated_kernel, (rows, ceil_div(columns, block)), (x, gate, out),
-        (columns, x.stride(0), gate.stride(0)), (number, gate.shape[1] == 1, block),
-    )  # fmt: skip
+    block, blocks = in_blocks(columns, MOST)
+    numbers = (columns, x.stride(0), gate.stride(0))
+    constants = (("none", "silu", "sigmoid").index(by), gate.shape[1] == 1, block)
+    launch(gated_kernel, (rows, blocks), (x, gate, out), numbers, constants)
     return out
 
 
@@ -223,10 +221,9 @@ def causal_conv(
     """See `Ops`."""
     width, channels = weight.shape
     out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device)
-    block = min(CHANNELS, power_of_two(channels))
-    grid = (len(sequences.rows), ceil_div(channels, block))
+    block, blocks = in_blocks(channels, CHANNELS)
     launch(
-        causal_conv_kernel, grid,
+        causal_conv_kernel, (len(sequences.rows), blocks),
         (
             x, weight, bias, state, sequences.starts, sequences.lengths, sequences.rows,
             sequences.pending, sequences.drafts, out,
@@ -242,11 +239,10 @@ def gated_delta(
     """See `Ops`."""
     _, value_heads, key_dim, value_dim = state.shape
     out = torch.empty(len(x), value_heads * value_dim, dtype=x.dtype, device=x.device)
-    block = min(COLUMNS, power_of_two(value_dim))
-    grid = (len(sequences.rows), value_heads, ceil_div(value_dim, block))
+    block, blocks = in_blocks(value_dim, COLUMNS)
     strides = x.stride(0), gates.stride(0)
     launch(
-        gated_delta_kernel, grid,
+        gated_delta_kernel, (len(sequences.rows), value_heads, blocks),
         (
             x, gates, heads.decay, heads.bias, state, log, sequences.starts, sequences.lengths,
             sequences.rows, sequences.pending, sequences.drafts, out,
