@@ -38,6 +38,7 @@ from kvik.kernels.triton.attention_shapes import split
 from kvik.kernels.triton.attention_tile import (
     LAST_AND_SINKS,
     LOG2,
+    OF_STEPS,
     attend,
     begin,
     bits_set,
@@ -55,16 +56,9 @@ AT_ONCE = tl.constexpr(8)  # splits that the merge kernel loads at once
 
 @triton.jit
 def sequence_of(
-    query_start,
-    seq_lens,
-    first_keys,
-    sequence,
-    window,
-    GROUP,
-    KV_HEADS,
-    BLOCK_M,
+    query_start, seq_lens, first_keys, sequence, window, GROUP, KV_HEADS, BLOCK_M,
     WINDOW: tl.constexpr,
-):
+):  # fmt: skip
     """Divide a sequence into splits, in the same way for the split and the merge kernel.
 
     Args:
@@ -179,61 +173,16 @@ def store_split(part_out, part_weight, piece, result, weight, wanted, HEAD_DIM: 
     tl.store(part_weight + piece, weight, mask=wanted)
 
 
-# Numbers that change from step to step must not cause a new compilation.
-@triton.jit(
-    do_not_specialize=[
-        "table_stride",
-        "window",
-        "sink_keys",
-        "first_sequence",
-        "above",
-        "most",
-        "programs",
-        "least",
-        "slab",
-    ]
-)
+@triton.jit(do_not_specialize=OF_STEPS)
 def attention_decode_kernel(  # noqa: PLR0915
-    q,
-    sink_q,
-    k_cache,
-    v_cache,
-    k_scales,
-    v_scales,
-    block_table,
-    query_start,
-    seq_lens,
-    first_keys,
-    tree,
-    sinks,
-    out,
-    part_out,
-    part_weight,
-    q_stride,
-    sink_q_stride,
-    table_stride,
-    scale,
-    softcap,
-    window,
-    sink_keys,
-    first_sequence,
-    above,
-    most,
-    programs,
-    least,
-    slab,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    KIND: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TREE: tl.constexpr,
-    MERGE: tl.constexpr,
-):
+    q, sink_q, k_cache, v_cache, k_scales, v_scales, block_table, query_start, seq_lens, first_keys,
+    tree, sinks, out, part_out, part_weight,
+    q_stride, sink_q_stride, table_stride, scale, softcap, window, sink_keys, first_sequence, above,
+    most, programs, least, slab,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr,
+    WINDOW: tl.constexpr, TREE: tl.constexpr, MERGE: tl.constexpr,
+):  # fmt: skip
     """grid [KV heads * programs * tiles, sequences]
 
     q, sink_q, out [tokens, heads, HEAD_DIM]; part_out [sequences, slab, HEAD_DIM] and part_weight
@@ -309,27 +258,11 @@ def attention_decode_kernel(  # noqa: PLR0915
                 if WINDOW:
                     visible &= seen_by(where, position, window, sink_keys, WINDOW, strip == 0)
                 state = attend(
-                    rows,
-                    state,
-                    k_cache,
-                    v_cache,
-                    k_scales,
-                    v_scales,
-                    table,
-                    head,
-                    at,
+                    rows, state, k_cache, v_cache, k_scales, v_scales, table, head, at,
                     tl.minimum(place, stop - 1),
-                    visible,
-                    scale,
-                    softcap,
-                    factor_type(DTYPE, KIND),
-                    KIND,
-                    KV_HEADS,
-                    BLOCK_SIZE,
-                    HEAD_DIM,
-                    BLOCK_D,
-                    False,
-                )
+                    visible, scale, softcap,
+                    factor_type(DTYPE, KIND), KIND, KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, False,
+                )  # fmt: skip
                 if MERGE != 1 and strip == 1 and BLOCK_M != 64:  # noqa: SIM102
                     if (at + BLOCK_N >= until) | (at + BLOCK_N >= stop):
                         sums, largest, total = ended(state)
@@ -338,14 +271,9 @@ def attention_decode_kernel(  # noqa: PLR0915
                             whole = join(whole, result, weight)
                         else:
                             store_split(
-                                part_out,
-                                part_weight,
-                                piece + part,
-                                result,
-                                weight,
-                                wanted,
+                                part_out, part_weight, piece + part, result, weight, wanted,
                                 HEAD_DIM,
-                            )
+                            )  # fmt: skip
                         state = begin(BLOCK_M, BLOCK_D, BLOCK_N if BLOCK_M == 16 else 0)
                         part += 1
                         until += keys
@@ -363,28 +291,13 @@ def attention_decode_kernel(  # noqa: PLR0915
         tl.store(target, mean_of(whole, sinks, query_head).to(DTYPE), mask=store)
 
 
-# Numbers that change from step to step must not cause a new compilation.
-@triton.jit(do_not_specialize=["window", "first_sequence", "above", "most", "slab"])
+@triton.jit(do_not_specialize=OF_STEPS)
 def attention_merge_kernel(
-    part_out,
-    part_weight,
-    query_start,
-    seq_lens,
-    first_keys,
-    sinks,
-    out,
-    window,
-    first_sequence,
-    above,
-    most,
-    slab,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
+    part_out, part_weight, query_start, seq_lens, first_keys, sinks, out,
+    window, first_sequence, above, most, slab,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
     """grid [heads, most, sequences]; arguments as in `attention_decode_kernel`"""
     HEADS: tl.constexpr = GROUP * KV_HEADS
     head = tl.program_id(0)

@@ -22,6 +22,7 @@ from kvik.kernels.triton.attention_paged import PagedStep, SequenceRun, joined
 from kvik.kernels.triton.attention_shapes import SPREAD, STAGES, WORKSPACE, max_splits
 from kvik.kernels.triton.attention_tile import (
     LOG2_E,
+    OF_STEPS,
     begin,
     bits_set,
     ended,
@@ -38,42 +39,15 @@ LAUNCHED = 8192  # programs that a launch aims at
 UNSPLIT = SPREAD.value // 2 * TALL  # rows of a sequence; with more tiles each has a single split
 
 
-@triton.jit(
-    do_not_specialize=["table_stride", "first_sequence", "above", "most", "programs", "slab"]
-)
+@triton.jit(do_not_specialize=OF_STEPS)
 def mla_decode_kernel(
-    q_latent,
-    q_rope,
-    cache,
-    block_table,
-    query_start,
-    seq_lens,
-    tree,
-    out,
-    part_out,
-    part_weight,
-    latent_stride,
-    latent_head_stride,
-    rope_stride,
-    rope_head_stride,
-    table_stride,
-    scale,
-    first_sequence,
-    above,
-    most,
-    programs,
-    slab,
-    HEADS: tl.constexpr,
-    LATENT: tl.constexpr,
-    ROPE: tl.constexpr,
-    BLOCK_LATENT: tl.constexpr,
-    BLOCK_ROPE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TREE: tl.constexpr,
-    DIRECT: tl.constexpr,
-):
+    q_latent, q_rope, cache, block_table, query_start, seq_lens, tree, out, part_out, part_weight,
+    latent_stride, latent_head_stride, rope_stride, rope_head_stride, table_stride, scale,
+    first_sequence, above, most, programs, slab,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_LATENT: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TREE: tl.constexpr, DIRECT: tl.constexpr,
+):  # fmt: skip
     """grid [programs * tiles, sequences]; arguments as in `attention_decode_kernel`"""
     DTYPE: tl.constexpr = q_latent.dtype.element_ty
     WIDTH: tl.constexpr = LATENT + ROPE
@@ -146,13 +120,9 @@ def mla_decode_kernel(
 
 @triton.jit
 def load_part(
-    cache,
-    vectors,
-    DTYPE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PART: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    cache, vectors,
+    DTYPE: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Load [n, BLOCK] as operands: the first PART of WIDTH numbers, then zeros."""
     d = tl.arange(0, BLOCK)
     at = cache + (vectors.to(tl.int64) * WIDTH)[:, None] + d[None, :]

@@ -24,6 +24,7 @@ import triton.language as tl
 
 from kvik.kernels.triton.attention_tile import (
     LAST_AND_SINKS,
+    OF_STEPS,
     attend,
     begin,
     finish,
@@ -75,51 +76,16 @@ def first_of(
     return first, tl.cdiv(low, BLOCK_N) * BLOCK_N
 
 
-# Numbers that change from step to step must not cause a new compilation.
-@triton.jit(
-    do_not_specialize=[
-        "table_stride",
-        "window",
-        "sink_keys",
-        "first_sequence",
-        "sequences",
-        "above",
-    ]
-)
+@triton.jit(do_not_specialize=OF_STEPS)
 def attention_prefill_kernel(
-    q,
-    sink_q,
-    k_cache,
-    v_cache,
-    k_scales,
-    v_scales,
-    block_table,
-    query_start,
-    seq_lens,
-    first_keys,
-    sinks,
-    out,
-    q_stride,
-    sink_q_stride,
-    table_stride,
-    scale,
-    softcap,
-    window,
-    sink_keys,
-    first_sequence,
-    sequences,
-    above,
-    GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_NEAR: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    KIND: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
+    q, sink_q, k_cache, v_cache, k_scales, v_scales, block_table, query_start, seq_lens, first_keys,
+    sinks, out,
+    q_stride, sink_q_stride, table_stride, scale, softcap, window, sink_keys, first_sequence,
+    sequences, above,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_NEAR: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
     """grid [KV heads * tiles]; q, sink_q, out [tokens, heads, HEAD_DIM]
 
     Args:
@@ -184,27 +150,10 @@ def attention_prefill_kernel(
                 if part != 0:
                     there = tl.maximum(there, first)
                 state = attend(
-                    factors,
-                    state,
-                    k_cache,
-                    v_cache,
-                    k_scales,
-                    v_scales,
-                    table,
-                    head,
-                    at,
-                    there,
-                    visible,
-                    scale,
-                    softcap,
-                    DTYPE,
-                    KIND,
-                    KV_HEADS,
-                    BLOCK_SIZE,
-                    HEAD_DIM,
-                    BLOCK_D,
-                    part == 2,
-                )
+                    factors, state, k_cache, v_cache, k_scales, v_scales, table, head, at, there,
+                    visible, scale, softcap,
+                    DTYPE, KIND, KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, part == 2,
+                )  # fmt: skip
     query_head = head * GROUP + row % GROUP
     sums, total = with_sinks(state, unit_of(scale, softcap), sinks, query_head)
     target = out + (token * HEADS * HEAD_DIM)[:, None] + lane

@@ -22,6 +22,11 @@ LOG2 = tl.constexpr(LOG2_E)
 LAST = tl.constexpr(1)
 CHUNK = tl.constexpr(2)
 LAST_AND_SINKS = tl.constexpr(3)
+# Arguments that change from step to step, which must not cause a new compilation.
+OF_STEPS = [
+    *("table_stride", "window", "sink_keys", "first_sequence", "sequences", "above", "most"),
+    *("programs", "least", "slab"),
+]
 
 
 @triton.jit
@@ -109,27 +114,11 @@ def unit_of(scale, softcap):
 
 @triton.jit
 def attend(
-    q,
-    state,
-    k_cache,
-    v_cache,
-    k_scales,
-    v_scales,
-    table,
-    head,
-    at,
-    place,
-    visible,
-    scale,
-    softcap,
-    TYPE: tl.constexpr,
-    KIND: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ALL: tl.constexpr,
-):
+    q, state, k_cache, v_cache, k_scales, v_scales, table, head, at, place,
+    visible, scale, softcap,
+    TYPE: tl.constexpr, KIND: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
     """Return the state after one more tile of keys.
 
     Args:

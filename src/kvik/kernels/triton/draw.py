@@ -671,19 +671,10 @@ PENALIZED = 1024  # tokens of a program
 
 @triton.jit
 def penalize_kernel(
-    logits,
-    rows,
-    seen,
-    repetitions,
-    frequencies,
-    presences,
-    in_prompt,
-    counts,
-    vocab,
-    stride,
-    seen_stride,
+    logits, rows, seen, repetitions, frequencies, presences, in_prompt, counts,
+    vocab, stride, seen_stride,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """grid [n, blocks]; logits [.., vocab] fp32, in_prompt [.., vocab] uint8, counts [.., vocab]"""
     n = tl.program_id(0).to(tl.int64)
     row, table = tl.load(rows + n).to(tl.int64), tl.load(seen + n).to(tl.int64)

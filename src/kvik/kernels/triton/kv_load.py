@@ -173,17 +173,10 @@ def load_scales(k_scales, v_scales, vectors, head, KIND: tl.constexpr, KV_HEADS:
 
 @triton.jit
 def load_vectors(
-    cache,
-    block,
-    within,
-    zero,
-    DTYPE: tl.constexpr,
-    KIND: tl.constexpr,
-    BLOCK_VECTORS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    IN_ROWS: tl.constexpr = False,
-):
+    cache, block, within, zero,
+    DTYPE: tl.constexpr, KIND: tl.constexpr, BLOCK_VECTORS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, IN_ROWS: tl.constexpr = False,
+):  # fmt: skip
     """Load [n, BLOCK_D] numbers as operands, without their scale; 0 after HEAD_DIM.
 
     Args:

@@ -35,23 +35,11 @@ def small_fp16(codes):
 
 @triton.jit
 def sums_of_bytes(
-    x,
-    x_scales,
-    values,
-    scales,
-    o,
-    known,
-    tokens,
-    inputs,
-    begin,
-    end,
-    scale_stride,
-    HOW: tl.constexpr,
-    GROUP: tl.constexpr,
-    X_GROUP: tl.constexpr,
-    SPAN: tl.constexpr,
+    x, x_scales, values, scales, o, known,
+    tokens, inputs, begin, end, scale_stride,
+    HOW: tl.constexpr, GROUP: tl.constexpr, X_GROUP: tl.constexpr, SPAN: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """Return rows o [BO] of a weight times rows `known` [BT] of x, over steps begin..end: [BO, BT]
     fp32, or int32 if integers have no groups. Apply `scaled` to it. Sizes as in `bytes_kernel`."""
     BO: tl.constexpr = o.shape[0]
@@ -99,31 +87,12 @@ def scaled(sums, x_scales, scales, o, known, GROUP: tl.constexpr, X_GROUP: tl.co
 # Otherwise steps of 1 token, or of a multiple of 16, would be compiled separately.
 @triton.jit(do_not_specialize=["tokens"])
 def bytes_kernel(
-    x,
-    x_scales,
-    values,
-    scales,
-    bias,
-    residual,
-    y,
-    partials,
-    arrivals,
-    tokens,
-    rows,
-    steps,
-    split_steps,
-    residual_stride,
-    scale_stride,
-    HOW: tl.constexpr,
-    GROUP: tl.constexpr,
-    X_GROUP: tl.constexpr,
-    SPAN: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BO: tl.constexpr,
-    BT: tl.constexpr,
+    x, x_scales, values, scales, bias, residual, y, partials, arrivals,
+    tokens, rows, steps, split_steps, residual_stride, scale_stride,
+    HOW: tl.constexpr, GROUP: tl.constexpr, X_GROUP: tl.constexpr, SPAN: tl.constexpr,
+    ACTIVATION: tl.constexpr, SPLITS: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """grid [tiles, SPLITS]; x [tokens, 128 * steps], values [filled rows, 128 * steps], both int8,
     or float8_e4m3fn if they are multiplied as that.
 
@@ -137,23 +106,10 @@ def bytes_kernel(
     begin = split * split_steps
     end = tl.minimum(begin + split_steps, steps)
     sums = sums_of_bytes(
-        x,
-        x_scales,
-        values,
-        scales,
-        o,
-        known,
-        tokens,
-        steps * 128,
-        begin,
-        end,
-        scale_stride,
-        HOW,
-        GROUP,
-        X_GROUP,
-        SPAN,
-        STAGES,
-    )
+        x, x_scales, values, scales, o, known,
+        tokens, steps * 128, begin, end, scale_stride,
+        HOW, GROUP, X_GROUP, SPAN, STAGES,
+    )  # fmt: skip
 
     if SPLITS == 1:
         last, total = True, sums

@@ -58,17 +58,9 @@ def sum_of_splits(part, here, partials, arrivals, tile, split, SPLITS: tl.conste
 
 @triton.jit
 def end_and_store(
-    sums,
-    first,
-    t,
-    bias,
-    residual,
-    y,
-    tokens,
-    rows,
-    residual_stride,
+    sums, first, t, bias, residual, y, tokens, rows, residual_stride,
     ACTIVATION: tl.constexpr,
-):
+):  # fmt: skip
     """Apply bias, activation and residual to sums, and store them in y, [tokens, outputs].
 
     sums: [BO, BT] fp32, of rows first.. and tokens t; for paired activations rows of gate and up
@@ -100,16 +92,9 @@ def end_and_store(
 
 @triton.jit
 def finish_kernel(
-    z,
-    bias,
-    residual,
-    y,
-    rows,
-    z_stride,
-    residual_stride,
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    z, bias, residual, y, rows, z_stride, residual_stride,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """grid [tokens, blocks]; z [tokens, rows], for paired activations all of gate first"""
     PAIRED: tl.constexpr = ACTIVATION % 2 == 1
     token = tl.program_id(0).to(tl.int64)

@@ -41,27 +41,11 @@ def dot(w, xs, sums):
 
 @triton.jit
 def sums_of_words(
-    x,
-    words,
-    scales,
-    factors,
-    o,
-    known,
-    here,
-    inputs,
-    steps,
-    begin,
-    end,
-    x_stride,
-    scale_stride,
-    FORMAT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPAN: tl.constexpr,
-    WHOLE: tl.constexpr,
-    SUBTRACT: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x, words, scales, factors, o, known, here,
+    inputs, steps, begin, end, x_stride, scale_stride,
+    FORMAT: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    WHOLE: tl.constexpr, SUBTRACT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Return outputs o [BO] of a weight times rows `known` [BT] int64 of x, over steps begin..end:
     [BO, BT] fp32, of any values where not `here` [BT]. Constants and sizes as in
     `words_kernel`."""
@@ -118,35 +102,12 @@ def sums_of_words(
 # Otherwise steps of 1 token, or of a multiple of 16, would be compiled separately.
 @triton.jit(do_not_specialize=["tokens"])
 def words_kernel(
-    x,
-    words,
-    scales,
-    factors,
-    bias,
-    residual,
-    y,
-    partials,
-    arrivals,
-    inputs,
-    x_stride,
-    tokens,
-    rows,
-    steps,
-    split_steps,
-    residual_stride,
-    scale_stride,
-    FORMAT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPAN: tl.constexpr,
-    WHOLE: tl.constexpr,
-    SUBTRACT: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BO: tl.constexpr,
-    BT: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x, words, scales, factors, bias, residual, y, partials, arrivals,
+    inputs, x_stride, tokens, rows, steps, split_steps, residual_stride, scale_stride,
+    FORMAT: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    WHOLE: tl.constexpr, SUBTRACT: tl.constexpr, ACTIVATION: tl.constexpr, SPLITS: tl.constexpr,
+    BO: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """grid [tiles, SPLITS]. A step is 128 inputs: one tile [64, 16] of words for each 64 outputs,
     or two of eight bits.
 
@@ -163,27 +124,10 @@ def words_kernel(
     begin = split * split_steps
     end = tl.minimum(begin + split_steps, steps)
     sums = sums_of_words(
-        x,
-        words,
-        scales,
-        factors,
-        o,
-        known,
-        t < tokens,
-        inputs,
-        steps,
-        begin,
-        end,
-        x_stride,
-        scale_stride,
-        FORMAT,
-        OFFSET,
-        GROUP,
-        SPAN,
-        WHOLE,
-        SUBTRACT,
-        STAGES,
-    )
+        x, words, scales, factors, o, known, t < tokens,
+        inputs, steps, begin, end, x_stride, scale_stride,
+        FORMAT, OFFSET, GROUP, SPAN, WHOLE, SUBTRACT, STAGES,
+    )  # fmt: skip
 
     last = True
     if SPLITS > 1:

@@ -92,25 +92,11 @@ def _widened(w, at, factors, row, factor_stride, FORMAT: tl.constexpr, OFFSET: t
 # Otherwise parts that begin at row 0, or end elsewhere, would be compiled separately.
 @triton.jit(do_not_specialize=["first", "count"])
 def word_rows_kernel(
-    words,
-    scales,
-    factors,
-    order,
-    ids,
-    out,
-    first,
-    count,
-    rows,
-    inputs,
-    steps,
-    scale_stride,
-    FORMAT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPAN: tl.constexpr,
-    PAIRED: tl.constexpr,
-    BO: tl.constexpr,
-):
+    words, scales, factors, order, ids, out,
+    first, count, rows, inputs, steps, scale_stride,
+    FORMAT: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    PAIRED: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
     """grid [steps, count / BO]; out [count, inputs]; a step is 128 inputs
 
     ids: [count] rows; None: those from `first` on, where PAIRED counts all of gate before up, which
@@ -148,18 +134,9 @@ def word_rows_kernel(
 
 @triton.jit
 def byte_rows_kernel(
-    values,
-    scales,
-    order,
-    ids,
-    out,
-    inputs,
-    filled,
-    scale_stride,
-    FORMAT: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    values, scales, order, ids, out, inputs, filled, scale_stride,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """grid [n, blocks]; values [rows, filled] int8, or bits of E4M3 as such; out [n, inputs]"""
     n = tl.program_id(0).to(tl.int64)
     row = tl.load(ids + n)

@@ -55,19 +55,9 @@ def _scale(size, nothing, E4M3: tl.constexpr):
 # Otherwise steps of 1 token, or of a multiple of 16, would be compiled separately.
 @triton.jit(do_not_specialize=["tokens"])
 def round_tokens_kernel(
-    x,
-    given,
-    out,
-    scales,
-    tokens,
-    inputs,
-    filled,
-    x_stride,
-    E4M3: tl.constexpr,
-    EACH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, given, out, scales, tokens, inputs, filled, x_stride,
+    E4M3: tl.constexpr, EACH: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """grid [tokens / TOKENS]; x [tokens, inputs], out [tokens, filled] bytes, scales [tokens].
     given: fp32 scales, [1] or, with EACH, [tokens]; None: computed here."""
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
@@ -103,19 +93,9 @@ def round_tokens_kernel(
 # Otherwise steps of 1 token, or of a multiple of 16, would be compiled separately.
 @triton.jit(do_not_specialize=["tokens"])
 def round_groups_kernel(
-    x,
-    out,
-    scales,
-    tokens,
-    inputs,
-    filled,
-    groups,
-    x_stride,
-    GROUP: tl.constexpr,
-    E4M3: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, out, scales, tokens, inputs, filled, groups, x_stride,
+    GROUP: tl.constexpr, E4M3: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """grid [tokens * groups / GROUPS]; BLOCK >= GROUP. scales: [groups, tokens]"""
     number = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     token, group = (number // groups).to(tl.int64), number % groups

@@ -56,25 +56,11 @@ def _of_kept_groups(
 
 @triton.jit
 def route_kernel(
-    logits,
-    correction,
-    each_scale,
-    ids,
-    weights,
-    stride,
-    scale,
-    jitter,
-    EXPERTS: tl.constexpr,
-    ACTIVE: tl.constexpr,
-    SCORES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    KEPT: tl.constexpr,
-    TWO: tl.constexpr,
-    NORMALISED: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-    SIZE_BLOCK: tl.constexpr,
-    ACTIVE_BLOCK: tl.constexpr,
-):
+    logits, correction, each_scale, ids, weights, stride, scale, jitter,
+    EXPERTS: tl.constexpr, ACTIVE: tl.constexpr, SCORES: tl.constexpr, GROUPS: tl.constexpr,
+    KEPT: tl.constexpr, TWO: tl.constexpr, NORMALISED: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr, ACTIVE_BLOCK: tl.constexpr,
+):  # fmt: skip
     """grid [tokens]; logits [tokens, EXPERTS], correction and each_scale [EXPERTS] or None, ids and
     weights [tokens, ACTIVE]. The experts of a group are a row of a tile. SCORES: index in `SCORES`.
     TWO: the score of a group is the sum of its best two."""

@@ -112,8 +112,8 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
 
 def copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
     """See `Ops`; rows are copied first, as a block may be both source and target."""
-    blocks = cache.flatten(1)
-    rows, copies = _as_integers(blocks, gather_rows(blocks, source))
+    flat = cache.flatten(1)
+    rows, copies = _as_integers(flat, gather_rows(flat, source))
     dim = rows.shape[1]
     block, blocks = in_blocks(dim, PIECE)
     tensors = (copies, target.contiguous(), rows)
