@@ -117,14 +117,15 @@ class _Operations:
         self.native.launch("mask", logits=logits, vocab=vocab, count=count, rows=rows, words=words)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._normalised("rms_norm", x, weight, eps, weight_dtype=weight.dtype)
+        return self._normalised("rms_norm", x, weight, eps, {"weight_dtype": weight.dtype})
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         stride = weight.shape[-1] if weight.dim() == 2 else 0
-        return self._normalised("layer_norm", x, weight, eps, bias=bias, weight_stride=stride)
+        more: dict[str, Argument] = {"bias": bias, "weight_stride": stride}
+        return self._normalised("layer_norm", x, weight, eps, more)
 
     def _normalised(
-        self, kernel: str, x: Tensor, weight: Tensor, eps: float, **arguments: Argument
+        self, kernel: str, x: Tensor, weight: Tensor, eps: float, more: Mapping[str, Argument]
     ) -> Tensor:
         y = self.native.empty(*x.shape, dtype=x.dtype)
         self.native.launch(
@@ -137,7 +138,7 @@ class _Operations:
             inner=x.shape[1] if x.dim() == 3 else 1,  # heads, each normalised separately
             dim=x.shape[-1],
             eps=eps,
-            **arguments,
+            **more,
         )
         return y
 
