@@ -388,19 +388,15 @@ def store(
         ops.store_kv(*stored, kv.k, kv.v, slot_mapping)
         return stored[0].to(k.dtype), stored[0 if kv.latent else 1].to(v.dtype)
     keys, key_scales = round_vectors(k, kv.k.dtype)
-    if kv.latent:
-        none = keys[..., :0], key_scales[..., :0]
-        ops.store_kv(movable(keys), movable(none[0]), movable(kv.k), movable(kv.v), slot_mapping)
-        ops.store_kv(key_scales, none[1], kv.k_scales, kv.v_scales, slot_mapping)
-        stored_keys = unround_vectors(keys, key_scales).to(k.dtype)
-        return stored_keys, stored_keys
-    values, value_scales = round_vectors(v, kv.v.dtype)
+    values, value_scales = keys[..., :0], key_scales[..., :0]
+    if not kv.latent:
+        values, value_scales = round_vectors(v, kv.v.dtype)
     ops.store_kv(movable(keys), movable(values), movable(kv.k), movable(kv.v), slot_mapping)
     ops.store_kv(key_scales, value_scales, kv.k_scales, kv.v_scales, slot_mapping)
-    return (
-        unround_vectors(keys, key_scales).to(k.dtype),
-        unround_vectors(values, value_scales).to(v.dtype),
-    )
+    stored_k = unround_vectors(keys, key_scales).to(k.dtype)
+    if kv.latent:
+        return stored_k, stored_k
+    return stored_k, unround_vectors(values, value_scales).to(v.dtype)
 
 
 def read(stored: Tensor, scales: Tensor | None, at: Tensor) -> Tensor:

@@ -40,15 +40,9 @@ def parts(matrix: Matrix) -> Parts:
     """See `Packing`."""
     packed = matrix.data
     assert isinstance(packed, CpuPacked)
-    all_parts = {
-        "weight": packed.weight,
-        "scales": packed.scales,
-        "zeros": packed.zeros,
-        "order": packed.order,
-        "input_scale": packed.input_scale,
-        "bias": matrix.bias,
-    }
-    return {name: part for name, part in all_parts.items() if part is not None and part.numel()}
+    names = ("weight", "scales", "zeros", "order", "input_scale")
+    tensors = {name: getattr(packed, name) for name in names} | {"bias": matrix.bias}
+    return {name: part for name, part in tensors.items() if part is not None and part.numel()}
 
 
 def over(spec: MatrixSpec, parts: Parts) -> Matrix:
