@@ -5,13 +5,13 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
 #include "checksum.hpp"
 #include "group.hpp"
 #include "memory.hpp"
-#include "pages.hpp"
 #include "runtime.hpp"
 
 namespace nb = nanobind;
@@ -129,8 +129,12 @@ NB_MODULE(_native, m) {
                 if (parts(i, 2) < 0 || parts(i, 3) < 0 || size_t(parts(i, 2) + parts(i, 3)) > pages.shape(1))
                     throw std::out_of_range("copy_pages: a page is too short");
             nb::gil_scoped_release release;
-            copy_pages(reinterpret_cast<const PagePart*>(parts.data()), parts.shape(0), pages.data(),
-                       pages.stride(0), blocks.data(), rows.data(), blocks.shape(0), load);
+            for (size_t i = 0; i < blocks.shape(0); i++)
+                for (size_t j = 0; j < parts.shape(0); j++) {
+                    uint8_t* block = reinterpret_cast<uint8_t*>(parts(j, 0)) + blocks(i) * parts(j, 1);
+                    uint8_t* page = pages.data() + rows(i) * pages.stride(0) + parts(j, 2);
+                    std::memcpy(load ? block : page, load ? page : block, size_t(parts(j, 3)));
+                }
         },
         "parts"_a, "num_blocks"_a, "blocks"_a, "pages"_a, "rows"_a, "load"_a);
     m.def(
@@ -162,8 +166,6 @@ NB_MODULE(_native, m) {
                 tape.append(kernel, words, found);
             },
             "kernel"_a, "values"_a, "inputs"_a)
-        .def_prop_ro("num_calls", &Tape::num_calls)
-        .def_prop_ro("num_inputs", &Tape::num_inputs)
         .def_prop_ro("calls", [](const Tape& tape) { return tape.calls(); });
 
     nb::class_<TeamSize>(m, "TeamSize")
@@ -184,9 +186,6 @@ NB_MODULE(_native, m) {
                 new (self) Runtime(table_named(isa), threads, adapt);
             },
             "isa"_a, "threads"_a, "adapt"_a = false)
-        .def_prop_ro("isa", [](const Runtime& r) { return r.table().name; })
-        .def_prop_ro("lanes", [](const Runtime& r) { return r.table().lanes; })
-        .def_prop_ro("threads", &Runtime::threads)
         .def_prop_ro("working", &Runtime::working)
         .def("limit", &Runtime::limit, "threads"_a)
         .def(

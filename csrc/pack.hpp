@@ -82,12 +82,8 @@ void pack_tile(const char* const* rows, const bool* skip, int64_t inputs, int64_
     }
 }
 
-struct TileRange {
-    int64_t begin, end;
-};
-
 // The tiles of the outputs [first, first + count), for threads to share.
-TileRange tiles_of(int64_t first, int64_t count, int64_t outputs, bool paired) {
+Range tiles_of(int64_t first, int64_t count, int64_t outputs, bool paired) {
     if (!paired) return {first / kTile, divide_up(first + count, kTile)};
     const int64_t inner = outputs / 2;
     if (first < inner && first + count > inner) return {0, count_tiles(outputs, paired)};
@@ -96,7 +92,7 @@ TileRange tiles_of(int64_t first, int64_t count, int64_t outputs, bool paired) {
 }
 
 void pack_matrix(const pack_matrix_args& a, Team& team) {
-    const TileRange tiles = tiles_of(a.first, a.count, a.outputs, a.paired);
+    const Range tiles = tiles_of(a.first, a.count, a.outputs, a.paired);
     const int64_t width = tiles.end - tiles.begin;
     const int64_t steps = divide_up(a.inputs, inputs_per_step(a.kind));
     const bool from_bf16 = a.value_dtype == kBF16;

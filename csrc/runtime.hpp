@@ -43,13 +43,11 @@ class Runtime {
 public:
     // adapt: replays run on fewer threads while other processes use the cores.
     Runtime(const Table& table, int threads, bool adapt = false)
-        : table_(table), threads_(threads), adapt_(adapt), size_(threads), limit_(threads), team_(make_team()) {}
+        : table_(table), adapt_(adapt), size_(threads), limit_(threads), team_(make_team()) {}
     ~Runtime() { free_team(team_); }
     Runtime(const Runtime&) = delete;
     Runtime& operator=(const Runtime&) = delete;
 
-    const Table& table() const { return table_; }
-    int threads() const { return threads_; }
     int working() const { return size_.working(); }
     // The next replays run on at most this many threads.
     void limit(int threads) { limit_ = threads; }
@@ -60,7 +58,6 @@ public:
 
 private:
     const Table& table_;
-    int threads_;
     bool adapt_;
     TeamSize size_;
     int limit_;

@@ -35,7 +35,6 @@ KVIK_KERNELS(KVIK_CALL)
 extern const Table KVIK_CONCAT(table_, KVIK_ISA);
 const Table KVIK_CONCAT(table_, KVIK_ISA) = {
     KVIK_STRING(KVIK_ISA),
-    kLanes,
 #define KVIK_ENTRY(kernel) call_##kernel,
     KVIK_KERNELS(KVIK_ENTRY)
 #undef KVIK_ENTRY

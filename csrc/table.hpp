@@ -10,7 +10,6 @@ using Kernel = void (*)(const Word* words, Team& team);
 
 struct Table {
     const char* name;
-    int lanes;  // floats in a vector
 #define KVIK_ENTRY(kernel) Kernel kernel;
     KVIK_KERNELS(KVIK_ENTRY)
 #undef KVIK_ENTRY

@@ -121,14 +121,13 @@ def test_code_of_an_instruction_set_stays_in_its_table() -> None:
     assert folders
     for folder in folders:
         isa = folder.name.removeprefix("kernels_").removesuffix(".dir")
-        path, *own = folder / "table.cpp.o", f"table_{isa}"
+        path, own = folder / "table.cpp.o", f"table_{isa}"
         if isa == "amx":
-            kernels = ("linear", "experts", "attention", "peak_bf16", "peak_i8")
-            own, path = [f"{name}_amx" for name in kernels], folder / "kernels_amx.cpp.o"
+            path, own = folder / "kernels_amx.cpp.o", "kernels_amx"
         listing = subprocess.run(["nm", "-C", path], check=True, text=True, capture_output=True)
         symbols = [line[17:].split(" ", 1) for line in listing.stdout.splitlines()]
         shared = {name for kind, name in symbols if kind in "ABCDGRSTVWiu"}
-        assert shared == {f"kvik::{name}" for name in own}
+        assert shared == {f"kvik::{own}"}
         assert not [name for _, name in symbols if name.startswith("_GLOBAL__sub_I")]
 
 

@@ -57,8 +57,6 @@ class Heartbeat:
         """Sends a byte. The socket is to stay open."""
 
 class Tape:
-    num_calls: int
-    num_inputs: int
     calls: list[int]
     def __init__(self) -> None: ...
     def append(
@@ -75,9 +73,6 @@ class TeamSize:
         `drawn`: pieces of loops that the caller computed, of those `offered` to all threads."""
 
 class Runtime:
-    isa: str
-    lanes: int
-    threads: int
     working: int
     def __init__(self, isa: str, threads: int, adapt: bool = False) -> None:
         """`adapt`: `working` is below `threads` while others keep the cores busy."""
