@@ -16,16 +16,10 @@ from torch import Tensor
 pytest.importorskip("kvik.kernels.cpu._native")
 
 from kvik.kernels.cpu import _native
+from kvik.kernels.cpu.native import DTYPES
 
 # Name -> id, and name and kind ("p", "i" or "f") of each argument.
 KERNELS = {name: (number, arguments) for number, (name, arguments) in enumerate(_native.kernels())}
-DTYPES = {
-    torch.float32: 0,
-    torch.bfloat16: 1,
-    torch.int8: 2,
-    torch.float8_e4m3fn: 3,
-    torch.uint8: 4,  # two numbers of four bits
-}
 FLOATS = (torch.float32, torch.bfloat16)
 THREADS = (1, 2, 5)
 
