@@ -69,6 +69,7 @@ def test_drafts_are_those_of_the_definition(case, way, saved, noted):
     folder, head = saved(case)
     greedy = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
     with LLM(str(folder), **MTP, **WAYS[way]) as llm:
+        llm.generate(prompts()[-1:], greedy)  # alone: its first chunks get no token
         first = llm.generate(prompts(), greedy)
         longer = [out.prompt_token_ids + out.outputs[0].token_ids + [5, 6] for out in first]
         again = llm.generate([*longer, *prompts()], greedy)  # with prefixes in the cache
