@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.cpu.matrix import CpuPacked
-from kvik.kernels.cpu.native import DTYPES, Native, pointer, strided
+from kvik.kernels.cpu.native import Native
 from kvik.kernels.weights import ACTIVATIONS, ExpertSet, Matrix
 from kvik.spec.experts import SCORES, Router
 
@@ -46,22 +46,21 @@ class CpuExperts:
         weights = self.native.empty(tokens, router.active, dtype=torch.float32)
         self.native.launch(
             "route",
-            logits=logits.data_ptr(),
+            logits=logits,
             stride=logits.stride(0),
-            rows=self.native.rows(logits),
             experts=router.experts,
             active=router.active,
             scores=SCORES.index(router.scores),
-            correction=pointer(correction),
+            correction=correction,
             groups=router.groups,
             kept_groups=router.kept_groups,
             two_of_group=int(router.group_by == "best two"),
             normalise=int(router.normalised),
             scale=router.scale,
-            each_scale=pointer(scales),
+            each_scale=scales,
             jitter=router.jitter,
-            ids=ids.data_ptr(),
-            weights=weights.data_ptr(),
+            ids=ids,
+            weights=weights,
         )
         return ids, weights
 
@@ -111,17 +110,16 @@ class CpuExperts:
         pair = up.spec.outputs if up.data.bias_pair is None else up.data.bias_pair
         self.native.launch(
             "experts",
-            **strided(x=x, y=y, residual=residual, made=made),
-            rows=self.native.rows(x),
-            ids=ids.data_ptr(),
-            weights=pointer(weights),
+            x=x,
+            ids=ids,
+            weights=weights,
             weigh_inputs=int(experts.weigh_inputs),
             active=ids.shape[1],
             count=len(experts.up) if among is None else among[1],
             first=0 if among is None else among[0].start,
             owned=len(experts.up),
-            up=at.up.data_ptr(),
-            down=at.down.data_ptr(),
+            up=at.up,
+            down=at.down,
             inputs=up.spec.inputs,
             inner=down.spec.inputs if part == 2 else up.spec.outputs,
             outputs=down.spec.outputs,
@@ -133,8 +131,10 @@ class CpuExperts:
             down_kind=down.data.kind,
             down_group=down.data.group,
             down_fp8_x=down.data.fp8_activations,
+            residual=residual,
             part=part,
-            dtype=DTYPES[x.dtype],
+            made=made,
+            y=y,
         )
 
 
@@ -146,11 +146,8 @@ def _addresses(matrices: Sequence[Matrix]) -> Tensor:
 def _address(matrix: Matrix) -> tuple[int, ...]:
     packed = matrix.data
     assert isinstance(packed, CpuPacked)
-    return (
-        packed.weight.data_ptr(),
-        packed.scales.data_ptr(),
-        packed.zeros.data_ptr() if packed.zeros.numel() else 0,
-        pointer(packed.order),
-        pointer(matrix.bias),
-        pointer(packed.input_scale),
+    parts = (
+        *(packed.weight, packed.scales, packed.zeros if packed.zeros.numel() else None),
+        *(packed.order, matrix.bias, packed.input_scale),
     )
+    return tuple(0 if part is None else part.data_ptr() for part in parts)

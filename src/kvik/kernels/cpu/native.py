@@ -38,18 +38,6 @@ _NUMBERS = (int, float)
 Argument = Tensor | torch.dtype | int | float | None  # of a kernel
 
 
-def pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def strided(**tensors: Tensor | None) -> dict[str, int]:
-    """Return the arguments of `Native.launch` for tensors whose rows need not be dense: NAME, the
-    address, and NAME_stride, from row to row; both 0 for None."""
-    strides = {name: 0 if x is None else x.stride(0) for name, x in tensors.items()}
-    arguments = {f"{name}_stride": stride for name, stride in strides.items()}
-    return arguments | {name: pointer(tensor) for name, tensor in tensors.items()}
-
-
 def notices() -> list[str]:
     """Return what a user should know about this build on this machine."""
     return [
