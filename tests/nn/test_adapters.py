@@ -212,17 +212,17 @@ def with_whole(folder: Path) -> None:
 
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (lambda folder: None, "adapters: there is no folder"),
-    "no weights": (lambda folder: folder.mkdir(), "adapter_config.json"),
+    "no weights": (lambda folder: folder.mkdir(), "adapters: 'mine': adapter_config.json cannot"),
     "the head": (
         with_pairs({"lm_head": (256, 96)}),
-        "adapters: one adapts 'lm_head', whose outputs requests cannot change",
+        "adapters: 'mine' adapts 'lm_head', whose outputs requests cannot change",
     ),
     "an unknown layer": (with_pairs({f"{Q}x": (256, 256)}), "q_projx', whose outputs"),
     "another shape": (with_pairs({Q: (128, 256)}), r"shape \[256, 128\], the model's is \[256, 2"),
     "a whole tensor": (with_whole, "'mine' replaces 'lm_head.weight': merge it with lora"),
     "DoRA": (
         lambda folder: write_adapter(folder, draw_pairs({Q: (256, 256)}), use_dora=True),
-        "use_dora: is not supported: must be left out, not True",
+        "adapters: 'mine': adapter_config.json use_dora: is not supported: must be left out",
     ),
 }
 

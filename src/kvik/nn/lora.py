@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
 from math import sqrt
 from pathlib import Path
 
@@ -202,7 +202,7 @@ class AdapterSet:
             ModelError: one is not a LoRA adapter, or asks for more than sums for linear layers.
         """
         self._ops, self._dtype, self._device = ops, dtype, device
-        self._unused = [_products(adapter) for adapter in adapters]
+        self._unused = {adapter.name: _products(adapter) for adapter in adapters}
 
     def of(
         self, layers: Sequence[str], shapes: Sequence[LinearShape], places: Tensor | None
@@ -218,10 +218,13 @@ class AdapterSet:
         Raises:
             ModelError: an adapter does not fit a layer.
         """
-        adapted = [[by_name.pop(layer, None) for layer in layers] for by_name in self._unused]
+        adapted = {
+            name: [by_layer.pop(layer, None) for layer in layers]
+            for name, by_layer in self._unused.items()
+        }
         ranks = [
             max(0 if product is None else product.rank for product in products)
-            for products in zip(*adapted, strict=True)
+            for products in zip(*adapted.values(), strict=True)
         ]
         if not any(ranks):
             return None
@@ -229,13 +232,14 @@ class AdapterSet:
         # In the same memory for all: new memory for each would leave gaps between what stays.
         a, b = torch.empty(sum(ranks), inputs), torch.empty(outputs, sum(ranks))
         up, down = [], []
-        for products in adapted:
+        for name, products in adapted.items():
             a.zero_()
             b.zero_()
             row = column = 0
             for layer, product, shape, rank in zip(layers, products, shapes, ranks, strict=True):
                 if product is not None:
-                    _check_shape(f"{layer}.weight", product.shape, (shape.outputs, inputs))
+                    with _of_adapter(name):
+                        _check_shape(f"{layer}.weight", product.shape, (shape.outputs, inputs))
                     rows = slice(row, row + product.rank)
                     stored_a, stored_b = product.matrices()
                     a[rows] = shape.ordered(stored_a)
@@ -264,23 +268,35 @@ class AdapterSet:
         Raises:
             ModelError: one adapts something else.
         """
-        for name in chain(*self._unused):
-            if not name.startswith(tuple(elsewhere)):
-                reason = f"one adapts {shown(name)}, whose outputs requests cannot change"
-                raise ModelError("adapters", f"{reason}: merge it with lora, or leave it out")
+        for name, by_layer in self._unused.items():
+            for layer in by_layer:
+                if not layer.startswith(tuple(elsewhere)):
+                    reason = f"adapts {shown(layer)}, whose outputs requests cannot change"
+                    raise ModelError("adapters", f"{shown(name)} {reason}: merge it with lora")
 
 
 def _products(adapter: Adapter) -> dict[str, LowRank]:
     """Read an adapter that requests choose: what it adds, by names of layers."""
     folder = Path(adapter.folder)
     products: dict[str, LowRank] = {}
-    for name, changes in _read(folder, _config(folder)).items():
+    with _of_adapter(adapter.name):
+        changes_of = _read(folder, _config(folder))
+    for name, changes in changes_of.items():
         for change in changes:
             if not isinstance(change, LowRank):
                 reason = f"{shown(adapter.name)} replaces {shown(name)}: merge it with lora"
                 raise ModelError("adapters", reason)
             products[name.removesuffix(".weight")] = change
     return products
+
+
+@contextmanager
+def _of_adapter(name: str) -> Iterator[None]:
+    """Name the adapter in errors about its files."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError("adapters", f"{shown(name)}: {error}") from None
 
 
 def _config(folder: Path) -> Fields:

@@ -8,8 +8,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvik.errors import ModelError
-from kvik.files import ADAPTER_FILES
+from kvik.errors import ModelError, shown
+from kvik.files import ADAPTER_FILES, regular
 
 MAX_ADAPTERS = 512
 NO_ADAPTER = -1  # number of the adapter of requests that choose none
@@ -44,14 +44,19 @@ class Adapter:
 
     @staticmethod
     def read(name: str, folder: Path) -> Adapter:
-        """Raises ModelError: a file cannot be read."""
+        """Return the adapter in a folder.
+
+        Raises:
+            ModelError: a file cannot be read.
+        """
         digest = hashlib.sha256()
         for file in ADAPTER_FILES:
             try:
-                with (folder / file).open("rb") as opened:
+                with open(folder / file, "rb", opener=regular) as opened:
                     digest.update(hashlib.file_digest(opened, "sha256").digest())
             except OSError as error:
-                raise ModelError(file, f"cannot be read ({error.strerror})") from None
+                reason = f"{shown(name)}: {file} cannot be read ({error.strerror})"
+                raise ModelError("adapters", reason) from None
         return Adapter(name, str(folder), digest.hexdigest())
 
     def ranks(self) -> dict[str, int]:
@@ -61,15 +66,17 @@ class Adapter:
         """
         path = Path(self.folder) / ADAPTER_FILES[1]
         try:
-            with path.open("rb") as file:
+            with open(path, "rb", opener=regular) as file:
                 length = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(min(length, MAX_HEADER_BYTES)))
-            shapes = {name: facts["shape"] for name, facts in header.items() if "shape" in facts}
+            sizes = {
+                name: int(facts["shape"][0]) for name, facts in header.items() if facts.get("shape")
+            }
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return {}
-        matches = {name: TENSOR_NAME.fullmatch(name) for name in shapes}
+        matches = {name: TENSOR_NAME.fullmatch(name) for name in sizes}
         return {
-            in_block(match[1]): shapes[name][0]
+            in_block(match[1]): sizes[name]
             for name, match in matches.items()
-            if match and match["linear"] == "A" and shapes[name]
+            if match and match["linear"] == "A"
         }
