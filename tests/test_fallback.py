@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.adapters import draw_pairs, write_adapter
 from helpers.tiny_models import GREEDY, reference_greedy, reference_logits, save_tiny, tokens
 from safetensors.torch import load_file, save_file
 
@@ -245,6 +246,17 @@ def test_options_that_do_not_fit_are_named(saved, options, field):
     with pytest.raises(KvikError, match="transformers") as error:
         resolve_config(EngineConfig(str(folder), **{**COMMON, **options}))
     assert error.value.field == field and "\n" not in str(error.value)
+
+
+def test_adapters_do_not_fit(saved, tmp_path):
+    folder, _ = saved("Bloom")
+    adapter = write_adapter(
+        tmp_path / "a", draw_pairs({"model.layers.0.self_attn.q_proj": (32, 32)})
+    )
+    for options in ({"lora": str(adapter)}, {"adapters": (f"mine={adapter}",)}):
+        with pytest.raises(KvikError, match="transformers") as error:
+            resolve_config(EngineConfig(str(folder), **COMMON, **options))
+        assert error.value.field in options
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
 
+from kvik import LLM, SamplingParams
 from kvik.config.draft_heads import HeadsSpec
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
@@ -203,3 +206,52 @@ def install(monkeypatch: pytest.MonkeyPatch, make: Callable[[DrafterParts], Draf
     monkeypatch.setattr("kvik.launch.heads_for", lambda *_: no_heads)
     for method in (METHOD, TREE_METHOD):
         monkeypatch.setitem(DRAFTERS, method, make)
+
+
+# Heads that read the hidden states of all tokens.
+
+
+class DefinedHead(Protocol):
+    def drafts(self, text: Sequence[int], count: int) -> list[int]:
+        """Return the drafts after a text, by the definition of the head."""
+        ...
+
+
+HEAD_WAYS: dict[str, dict[str, Any]] = {
+    "native": {},
+    "torch": {"kernels": "torch"},
+    "chunks": {"max_num_batched_tokens": 17, "block_size": 8},
+    "preemption": {"num_blocks": 12},
+}
+
+
+def head_prompts() -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(3, 96) for _ in range(n)] for n in (1, 2, 8, 16, 31, 40)]
+
+
+def check_drafts_of_head(
+    head: DefinedHead,
+    noted: Mapping[tuple[int, ...], list[int]],
+    options: Mapping[str, Any],
+    way: str,
+) -> None:
+    """Check that an engine makes the drafts of the definition, some of them right.
+
+    Args:
+        noted: by `note_drafts`.
+        way: of `HEAD_WAYS`, which the options have.
+    """
+    greedy = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    with LLM(**options) as llm:
+        llm.generate(head_prompts()[-1:], greedy)  # alone: its first chunks get no token
+        first = llm.generate(head_prompts(), greedy)
+        longer = [out.prompt_token_ids + out.outputs[0].token_ids + [5, 6] for out in first]
+        again = llm.generate([*longer, *head_prompts()], greedy)  # with prefixes in the cache
+        assert way == "preemption" or any(out.num_cached_tokens for out in again)
+        assert way != "preemption" or llm.stats().preemptions
+        drafts = llm.stats().speculation.drafts
+        assert 0 < drafts.accepted < drafts.drafts
+    assert sum(map(len, noted.values())) > 50
+    for text, found in noted.items():
+        assert found == head.drafts(text, len(found))

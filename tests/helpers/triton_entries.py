@@ -31,7 +31,7 @@ from kvik.kernels.ops import (
     Truncation,
 )
 from kvik.kernels.triton import activation, attention_paged, draw, norm, rotary, rows, states
-from kvik.kernels.triton.adapters import with_adapters
+from kvik.kernels.triton.adapters import with_low_rank
 from kvik.kernels.triton.attention_decode import attention_decode_kernel
 from kvik.kernels.triton.attention_mla import latent_attention
 from kvik.kernels.triton.attention_paged import PagedCache, PagedStep, Scoring, runs_of
@@ -446,7 +446,7 @@ def _adapted(rank: int, inputs: int, outputs: int) -> Entries:
     pairs = matrices.expert_set([up] * 8, [down] * 8)
     what = f"adapters of rank {rank}, {inputs} to {outputs}"
     tensors = _bf16(8, inputs), _i64(8, 1), None, pairs, _bf16(8, outputs)
-    return _entries(what, with_adapters(matrices), *tensors)
+    return _entries(what, with_low_rank(matrices), *tensors)
 
 
 def _routed(experts: int, groups: int = 1) -> Entries:

@@ -152,9 +152,9 @@ class AdaptersFootprint:
         rank: the largest rank of a matrix.
     """
 
-    weights: int = 0
-    outputs: int = 0
-    rank: int = 0
+    weights: int
+    outputs: int
+    rank: int
 
     @staticmethod
     def of(spec: ModelSpec, ranks: Sequence[Mapping[str, int]], dtype: str) -> AdaptersFootprint:
@@ -508,12 +508,10 @@ class Footprint:
         step = size.of_draft_model
         if self.taps:  # it computes the tokens of each step
             step = replace(size, max_draft_rows=0)
-            tables += (
-                (3 * self.taps + 6)
-                * size.max_num_batched_tokens
-                * self.spec.hidden_size
-                * self._item
-            )
+            # The residual streams, all of them joined, and those of some tokens; the head's inputs,
+            # and what they are made of.
+            copies = 3 * self.taps + 3 + 3
+            tables += copies * size.max_num_batched_tokens * self.spec.hidden_size * self._item
         return draft.activations(step) + tables + self._drawn(size)
 
     def _drawn(self, size: StepSize) -> int:

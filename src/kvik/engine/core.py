@@ -42,7 +42,7 @@ def check_request(config: ResolvedConfig, request: EngineRequest) -> None:
     if not prompt:
         raise ParamError("prompt", "must have at least one token")
     _check_pooling(config, request)
-    salt_of(config, request)
+    salt_of(config, request)  # the engine has its adapter
     samples = request.pooling is None and params.max_tokens != 0
     if len(prompt) + samples > limit:
         problem = ", which leaves no room for output in" if samples else ", which do not fit into"

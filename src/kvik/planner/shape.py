@@ -151,10 +151,8 @@ class ModelShape:
 
     def with_own_head(self) -> ModelShape:
         """Return the shape with the head that predicts further tokens as one more layer."""
-        like, hidden = (
-            next(layer for layer in reversed(self.layers) if layer.attends),
-            self.hidden_size,
-        )
+        like = next(layer for layer in reversed(self.layers) if layer.attends)
+        hidden = self.hidden_size
         head = replace(
             like,
             matrices=(*like.matrices, MatrixGroup("", 1, 2 * hidden, hidden)),

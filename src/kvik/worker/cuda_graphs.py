@@ -124,7 +124,7 @@ class DecodeGraphs(Graph):
     def _forward(self, size: GraphSize) -> None:
         """Run a step of this size and write its output to `_output`. The layouts give the most
         tokens and keys of a request; the actual numbers are read on the device."""
-        inputs = self.inputs
+        inputs, sizes = self.inputs, self.inputs.sizes
         layouts = [
             StepLayout(
                 query_start_loc=inputs.padded("query_start_loc", size.rows + 1),
@@ -136,14 +136,14 @@ class DecodeGraphs(Graph):
                 block_size=self._block_size,
                 tree=inputs.padded("tree", size.tokens) if size.tree else None,
                 state_rows=inputs.padded("state_rows", size.rows),
-                state_pending=inputs.padded("state_pending", size.rows) if inputs.logs else None,
-                state_drafts=inputs.padded("state_drafts", size.rows) if inputs.logs else None,
+                state_pending=inputs.padded("state_pending", size.rows) if sizes.logs else None,
+                state_drafts=inputs.padded("state_drafts", size.rows) if sizes.logs else None,
                 first_keys=(
                     inputs.padded(f"first_keys {group}", size.rows)
                     if self.network.groups[group].budgeted
                     else None
                 ),
-                adapters=inputs.padded("adapters", size.tokens) if inputs.adapters else None,
+                adapters=inputs.padded("adapters", size.tokens) if sizes.adapters else None,
             )
             for group in inputs.groups
         ]

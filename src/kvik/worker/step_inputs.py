@@ -126,7 +126,7 @@ class DeviceInputs(StepInputs):
         Args:
             captured: forwards that read from here; none is larger than `sizes`.
         """
-        self.groups, self.logs, self.adapters = range(num_groups), sizes.logs, sizes.adapters
+        self.groups, self.sizes = range(num_groups), sizes
         rows = max((size.rows for size in captured), default=0)
         tokens = max((size.tokens for size in captured), default=0)
         samples = max((size.samples for size in captured), default=0)

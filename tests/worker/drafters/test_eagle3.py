@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.drafters import note_drafts
+from helpers.drafters import HEAD_WAYS, check_drafts_of_head, head_prompts, note_drafts
 from helpers.eagle3 import DRAFTED, LAYERS, Eagle3, save_eagle3
 from safetensors.torch import save_file
 
 from kvik import LLM, SamplingParams
 from kvik.errors import KvikError
-
-WAYS: dict[str, dict[str, Any]] = {
-    "native": {},
-    "torch": {"kernels": "torch"},
-    "chunks": {"max_num_batched_tokens": 17, "block_size": 8},
-    "preemption": {"num_blocks": 12},
-}
 
 
 def options(root: Path, **more: Any) -> dict[str, Any]:
@@ -43,34 +35,17 @@ def saved(request, tmp_path_factory) -> tuple[Path, Eagle3]:
     return root, save_eagle3(root, normed=request.param != "residual")
 
 
-def prompts() -> list[list[int]]:
-    rng = random.Random(0)
-    return [[rng.randrange(3, 96) for _ in range(n)] for n in (1, 2, 8, 16, 31, 40)]
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", HEAD_WAYS)
 def test_drafts_are_those_of_the_definition(way, saved, monkeypatch):
     (root, head), noted = saved, note_drafts(monkeypatch, "eagle3")
-    greedy = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
-    with LLM(**options(root, **WAYS[way])) as llm:
-        llm.generate(prompts()[-1:], greedy)  # alone: its first chunks get no token
-        first = llm.generate(prompts(), greedy)
-        longer = [out.prompt_token_ids + out.outputs[0].token_ids + [5, 6] for out in first]
-        again = llm.generate([*longer, *prompts()], greedy)  # with prefixes in the cache
-        assert way == "preemption" or any(out.num_cached_tokens for out in again)
-        assert way != "preemption" or llm.stats().preemptions
-        drafts = llm.stats().speculation.drafts
-        assert 0 < drafts.accepted < drafts.drafts
-    assert sum(map(len, noted.values())) > 50
-    for text, found in noted.items():
-        assert found == head.drafts(text, len(found))
+    check_drafts_of_head(head, noted, options(root, **HEAD_WAYS[way]), way)
 
 
 def test_forks_copy_its_keys(saved, monkeypatch):
     (root, head), noted = saved, note_drafts(monkeypatch, "eagle3")
     siblings = SamplingParams(temperature=0.0, n=3, max_tokens=9, ignore_eos=True)
     with LLM(**options(root, max_num_seqs=24)) as llm:  # all siblings run together
-        llm.generate(prompts(), siblings)
+        llm.generate(head_prompts(), siblings)
     assert noted
     for text, found in noted.items():
         assert found == head.drafts(text, len(found))
@@ -88,7 +63,7 @@ def test_another_form_of_the_same_files(saved, tmp_path, monkeypatch):
     embedding = head.target.get_input_embeddings().weight.detach().clone()
     save_file({**tensors, "embed_tokens.weight": embedding}, tmp_path / "model.safetensors")
     with LLM(**options(root, spec_model=str(tmp_path))) as llm:
-        llm.generate(prompts(), SamplingParams(temperature=0.0, max_tokens=6))
+        llm.generate(head_prompts(), SamplingParams(temperature=0.0, max_tokens=6))
     assert noted and all(found == head.drafts(text, len(found)) for text, found in noted.items())
 
 

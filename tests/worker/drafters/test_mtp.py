@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
-from helpers.drafters import note_drafts
+from helpers.drafters import HEAD_WAYS, check_drafts_of_head, head_prompts, note_drafts
 from helpers.predicting import NAMES, WEIGHTS, Head, save_predicting
 from safetensors.torch import load_file, save_file
 
@@ -25,12 +24,6 @@ MTP = {
         "num_speculative_tokens": DRAFTED,
         "adaptive": False,
     },
-}
-WAYS = {
-    "native": {},
-    "torch": {"kernels": "torch"},
-    "chunks": {"max_num_batched_tokens": 17, "block_size": 8},
-    "preemption": {"num_blocks": 12},
 }
 
 
@@ -53,33 +46,16 @@ def saved(tmp_path_factory):
     return of
 
 
-def prompts() -> list[list[int]]:
-    rng = random.Random(0)
-    return [[rng.randrange(3, 96) for _ in range(n)] for n in (1, 2, 8, 16, 31, 40)]
-
-
 @pytest.mark.parametrize(
     ("case", "way"),
     [
         *((case, "native") for case in NAMES),
-        *((case, way) for case in ("qwen3.5", "deepseek3") for way in WAYS if way != "native"),
+        *((case, way) for case in ("qwen3.5", "deepseek3") for way in HEAD_WAYS if way != "native"),
     ],
 )
 def test_drafts_are_those_of_the_definition(case, way, saved, noted):
     folder, head = saved(case)
-    greedy = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
-    with LLM(str(folder), **MTP, **WAYS[way]) as llm:
-        llm.generate(prompts()[-1:], greedy)  # alone: its first chunks get no token
-        first = llm.generate(prompts(), greedy)
-        longer = [out.prompt_token_ids + out.outputs[0].token_ids + [5, 6] for out in first]
-        again = llm.generate([*longer, *prompts()], greedy)  # with prefixes in the cache
-        assert way == "preemption" or any(out.num_cached_tokens for out in again)
-        assert way != "preemption" or llm.stats().preemptions
-        drafts = llm.stats().speculation.drafts
-        assert 0 < drafts.accepted < drafts.drafts
-    assert sum(map(len, noted.values())) > 50
-    for text, found in noted.items():
-        assert found == head.drafts(text, len(found))
+    check_drafts_of_head(head, noted, {"model": str(folder), **MTP, **HEAD_WAYS[way]}, way)
 
 
 def test_a_head_that_is_right(tmp_path, saved):
@@ -103,7 +79,7 @@ def test_a_head_that_is_right(tmp_path, saved):
     ]
     with LLM(str(tmp_path), **MTP) as llm:
         for sampling in params:
-            outputs = llm.generate(prompts(), sampling)
+            outputs = llm.generate(head_prompts(), sampling)
             drafted = sum(out.num_drafted_tokens for out in outputs)
             accepted = sum(out.num_accepted_tokens for out in outputs)
             assert accepted >= 0.99 * drafted > 0
@@ -113,7 +89,7 @@ def test_requests_without_drafts_leave_no_gaps(saved, noted):
     folder, head = saved("deepseek3")
     greedy = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
     with LLM(str(folder), **MTP) as llm:
-        silent = llm.generate(prompts(), greedy.with_changes(speculation=False))
+        silent = llm.generate(head_prompts(), greedy.with_changes(speculation=False))
         assert not noted
         texts = [out.prompt_token_ids + out.outputs[0].token_ids for out in silent]
         outputs = llm.generate(texts, greedy)
@@ -139,7 +115,7 @@ def test_an_engine_cache_serves_both(saved, tmp_path, noted):
     folder, head = saved("deepseek3")
     for options in (MTP, {**MTP, "speculative_config": None}) * 2:
         with LLM(str(folder), **options, engine_cache=str(tmp_path)) as llm:
-            llm.generate(prompts(), SamplingParams(temperature=0.0, max_tokens=6))
+            llm.generate(head_prompts(), SamplingParams(temperature=0.0, max_tokens=6))
     assert noted and all(found == head.drafts(text, len(found)) for text, found in noted.items())
 
 

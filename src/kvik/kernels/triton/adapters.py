@@ -94,7 +94,7 @@ def expand_kernel(
     tl.store(near, total.to(dtype), mask=inside)
 
 
-def with_adapters(experts: TritonExperts) -> Callable[..., Tensor]:
+def with_low_rank(experts: TritonExperts) -> Callable[..., Tensor]:
     """Return an `Ops.experts` that computes few tokens with adapters by these kernels."""
 
     def run(

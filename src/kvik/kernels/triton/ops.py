@@ -7,7 +7,7 @@ import torch
 from kvik.kernels.ops import Ops
 from kvik.kernels.torch_ops import TORCH, with_torch_for_others
 from kvik.kernels.triton import activation, draw, norm, rotary, route, rows, states
-from kvik.kernels.triton.adapters import with_adapters
+from kvik.kernels.triton.adapters import with_low_rank
 from kvik.kernels.triton.experts import TritonExperts
 from kvik.kernels.triton.matrix import TritonMatrices
 
@@ -22,7 +22,7 @@ def triton_ops(device: torch.device) -> Ops:
         linear=matrices.linear,
         route=route.route,
         expert_set=experts.expert_set,
-        experts=with_adapters(experts),
+        experts=with_low_rank(experts),
         linear_each=TORCH.linear_each,
         matrix_rows=matrices.rows,
         gather_rows=rows.gather_rows,
