@@ -57,13 +57,13 @@ enum MatrixKind : int64_t {
 // row, a scale for each row and group of the weights, or one given scale. Other kinds have kFloatX.
 enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 3 };
 
-// y [rows, inner, dim] = x / rms(x) * weight, over dim. weight_dtype: the dtype of x, or fp32.
+// y [rows, inner, dim] = x / rms(x) * weight, over dim. weight_dtype: the dtype of x, or fp32. weight_stride: from
+// the weight of an inner row to that of the next; 0: all inner rows share it.
 #define KVIK_ARGS_rms_norm(P, I, F)                                                      \
-    P(x) I(x_stride) I(x_inner_stride) P(weight) P(y) I(y_stride) I(y_inner_stride)      \
-    I(rows) I(inner) I(dim) F(eps) I(dtype) I(weight_dtype)
+    P(x) I(x_stride) I(x_inner_stride) P(weight) I(weight_stride) P(y) I(y_stride)       \
+    I(y_inner_stride) I(rows) I(inner) I(dim) F(eps) I(dtype) I(weight_dtype)
 
-// y [rows, inner, dim] = (x - mean) / std * weight + bias, over dim. weight_stride: from the weight and bias
-// of an inner row to those of the next; 0: all inner rows share them.
+// y [rows, inner, dim] = (x - mean) / std * weight + bias, over dim. weight_stride, also of the bias: see rms_norm.
 #define KVIK_ARGS_layer_norm(P, I, F)                                                    \
     P(x) I(x_stride) I(x_inner_stride) P(weight) P(bias) I(weight_stride) P(y)           \
     I(y_stride) I(y_inner_stride) I(rows) I(inner) I(dim) F(eps) I(dtype)
@@ -99,15 +99,15 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     P(state_rows) P(pending) P(drafts) I(num_seqs) I(channels) I(width) I(silu) P(y)     \
     I(y_stride) I(dtype)
 
-// The gated delta rule over the same sequences. x: queries and keys of all key heads, then values of all
-// value heads; gates: b, then a of all value heads; decay and bias fp32 [value_heads]; state [rows,
-// value_heads, key_dim, value_dim] fp32; log [rows, most drafts, columns of x and gates] fp32, or null; y [tokens,
-// value_heads * value_dim]. `Ops.gated_delta` has the rule.
-#define KVIK_ARGS_gated_delta(P, I, F)                                                   \
-    P(x) I(x_stride) P(gates) I(gates_stride) P(decay) P(bias) P(state) I(state_stride)  \
-    P(log) I(log_stride) P(starts) P(lengths) P(state_rows) P(pending) P(drafts)         \
-    I(num_seqs) I(key_heads) I(value_heads) I(key_dim) I(value_dim) P(y) I(y_stride)     \
-    I(dtype)
+// The gated delta rule over the same sequences, or, with a skip, a state space. x: queries and keys of all key
+// heads, then values of all value heads, or values, keys, queries; gates: b, then a of all value heads, or a; decay,
+// bias and skip (or null) fp32 [value_heads]; state [rows, value_heads, key_dim, value_dim] fp32; log [rows, most
+// drafts, columns of x and gates] fp32, or null; y [tokens, value_heads * value_dim]. `Ops.recurrence` has the rules.
+#define KVIK_ARGS_recurrence(P, I, F)                                                   \
+    P(x) I(x_stride) P(gates) I(gates_stride) P(decay) P(bias) P(skip) P(state)          \
+    I(state_stride) P(log) I(log_stride) P(starts) P(lengths) P(state_rows) P(pending)   \
+    P(drafts) I(num_seqs) I(key_heads) I(value_heads) I(key_dim) I(value_dim) P(y)       \
+    I(y_stride) I(dtype)
 
 // out [rows, row_bytes] = table[ids]; strides in bytes, ids int64.
 #define KVIK_ARGS_gather_rows(P, I, F)                                                   \
@@ -272,7 +272,7 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 
 #define KVIK_KERNELS(K)                                                                  \
     K(rms_norm) K(layer_norm) K(activate) K(scaled) K(softcap) K(add) K(gather_rows)     \
-    K(rotations) K(rotary) K(gated) K(causal_conv) K(gated_delta)                        \
+    K(rotations) K(rotary) K(gated) K(causal_conv) K(recurrence)                        \
     K(store_kv) K(store_latent) K(load_kv) K(move_kv) K(keep_queries) K(attention)       \
     K(linear) K(linear_each) K(route) K(experts) K(pack_matrix) K(matrix_rows) K(largest) \
     K(penalize) K(mask) K(draw) K(probabilities) K(exchange)                             \

@@ -53,10 +53,10 @@ void scale_row(const T* x, const W* weight, const W* bias, T* y, int64_t dim, fl
 
 template <class T, class W>
 void rms_norm_of(const rms_norm_args& a, Team& team) {
-    const W* weight = static_cast<const W*>(a.weight);
     each_range(team, a.rows * a.inner, rows_worth_a_thread(a.dim), [&](int64_t begin, int64_t end) {
         for (int64_t at = begin; at < end; at++) {
             const int64_t row = at / a.inner, head = at % a.inner;
+            const W* weight = static_cast<const W*>(a.weight) + head * a.weight_stride;
             const T* x = static_cast<const T*>(a.x) + row * a.x_stride + head * a.x_inner_stride;
             T* y = static_cast<T*>(a.y) + row * a.y_stride + head * a.y_inner_stride;
             const float square = sum_of<true>(x, a.dim, 0.0f) / float(a.dim);

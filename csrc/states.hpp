@@ -1,9 +1,9 @@
-// Layers that keep a state for each sequence: a short convolution and the gated delta rule. Both process token by
-// token, so that no result depends on how a prompt is divided into chunks; sums are fp32, in an order that
+// Layers that keep a state for each sequence: a short convolution, and the gated delta rule or a state space. They
+// process token by token, so that no result depends on how a prompt is divided into chunks; sums are fp32, in an order that
 // depends only on the sizes.
 //
 // A state cannot take back a token. So the stored state covers no draft of the last step: the convolution keeps
-// their inputs behind its own, and the delta rule logs theirs. The next step first repeats those that were accepted.
+// their inputs behind its own, and the recurrence logs theirs. The next step first repeats those that were accepted.
 #pragma once
 
 #include <cmath>
@@ -119,7 +119,7 @@ void causal_conv(const causal_conv_args& a, Team& team) {
 
 // Columns of a state that a task takes through all tokens. They are copied to a tile in the L1 cache:
 // memory is read once and written once, however many tokens there are.
-constexpr int64_t kDeltaColumns = 2 * kLanes;
+constexpr int64_t kStateColumns = 2 * kLanes;
 constexpr float kUnitEps = 1e-6f;
 
 // to = x * scale / |x|.
@@ -131,67 +131,84 @@ void unit(float* to, const T* x, int64_t dim, float scale) {
     each_vector(0, dim, [&](int64_t i, auto n) KVIK_INLINED { store(to + i, mul(load(x + i, n), by), n); });
 }
 
+template <class T>
+void widen(float* to, const T* x, int64_t count) {
+    each_vector(0, count, [&](int64_t i, auto n) KVIK_INLINED { store(to + i, load(x + i, n), n); });
+}
+
 inline float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 // What a token does to some columns of the state of a head.
-struct DeltaToken {
+struct HeadToken {
     F32 v0, v1, decay, beta;
     float *q, *k;
 };
 
 // Sums over the rows of two vectors of columns. Even and odd rows are summed separately: more chains hide the latency.
-struct DeltaSums {
+struct ColumnSums {
     F32 even0, even1, odd0, odd1;
 
     F32 first() const { return add(even0, odd0); }
     F32 second() const { return add(even1, odd1); }
 };
 
-KVIK_INLINE DeltaSums no_sums() { return {zero(), zero(), zero(), zero()}; }
+KVIK_INLINE ColumnSums no_sums() { return {zero(), zero(), zero(), zero()}; }
 
 // Columns of the state of one head, in a tile, on their way through the tokens of a sequence.
-struct DeltaColumns {
-    const gated_delta_args& a;
+struct HeadColumns {
+    const recurrence_args& a;
     int64_t head, column;
     int first, second;  // of the columns: in the first vector and in the second
     float* tile;
     float rate, bias, scale;
-    DeltaSums seen;  // S^T k of the next token
+    F32 skip;
+    ColumnSums seen;  // S^T k of the next token; zeros in a state space
 
     template <class T>
-    void prepare(DeltaToken& token, const T* x, const T* gates) const {
+    void prepare(HeadToken& token, const T* x, const T* gates) const {
         const int64_t key_head = head / (a.value_heads / a.key_heads), keys = a.key_heads * a.key_dim;
-        unit(token.q, x + key_head * a.key_dim, a.key_dim, scale);
-        unit(token.k, x + keys + key_head * a.key_dim, a.key_dim, 1.0f);
-        float b[1], alpha[1];
-        store(b, load(gates + head, 1), 1);
-        store(alpha, load(gates + a.value_heads + head, 1), 1);
-        token.decay = broadcast(expf(-rate * softplus(alpha[0] + bias)));
-        token.beta = broadcast(1.0f / (1.0f + expf(-b[0])));
-        const T* v = x + 2 * keys + head * a.value_dim + column;
+        const T *q = x + key_head * a.key_dim, *k = q + keys, *v = x + 2 * keys, *alpha = gates + a.value_heads;
+        if (a.skip) {
+            v = x;
+            k = x + a.value_heads * a.value_dim + key_head * a.key_dim;
+            q = k + keys;
+            alpha = gates;
+        }
+        const float step = softplus(sum(load(alpha + head, 1)) + bias);
+        token.decay = broadcast(expf(-rate * step));
+        if (a.skip) {
+            widen(token.q, q, a.key_dim);
+            widen(token.k, k, a.key_dim);
+            token.beta = broadcast(step);
+        } else {
+            unit(token.q, q, a.key_dim, scale);
+            unit(token.k, k, a.key_dim, 1.0f);
+            token.beta = broadcast(1.0f / (1.0f + expf(-sum(load(gates + head, 1)))));
+        }
+        v += head * a.value_dim + column;
         token.v0 = load(v, first);
         token.v1 = second ? load(v + kLanes, second) : zero();
     }
 
-    void begin(const DeltaToken& token) {
-        DeltaSums sums = no_sums();
+    void begin(const HeadToken& token) {
+        ColumnSums sums = no_sums();
         each_row([&](int64_t i, int odd) { add_row(sums, odd, load_row(i), broadcast(token.k[i])); });
         seen = sums;
     }
 
-    // Takes the tile through a token, and reads it for the next one (null: there is none) on the same way.
-    // y: the output of the head's columns; null: it is not needed.
+    // Takes the tile through a token, and reads it for the next one (null: there is none, or a change does not
+    // depend on the state) on the same way. y: the output of the head's columns; null: it is not needed.
     template <class T>
-    void pass(const DeltaToken& token, const DeltaToken* next, T* y) {
+    void pass(const HeadToken& token, const HeadToken* next, T* y) {
         const F32 decay = token.decay, change0 = mul(token.beta, sub(token.v0, mul(decay, seen.first()))),
                   change1 = mul(token.beta, sub(token.v1, mul(decay, seen.second())));
-        DeltaSums out = no_sums(), sums = no_sums();
+        ColumnSums out = no_sums(), sums = no_sums();
         const auto update = [&](int64_t i, int odd) {
             const F32 key = broadcast(token.k[i]);
             const Row old = load_row(i);
             const Row row{fma(key, change0, mul(decay, old.a)), fma(key, change1, mul(decay, old.b))};
-            store(tile + i * kDeltaColumns, row.a);
-            store(tile + i * kDeltaColumns + kLanes, row.b);
+            store(tile + i * kStateColumns, row.a);
+            store(tile + i * kStateColumns + kLanes, row.b);
             add_row(out, odd, row, broadcast(token.q[i]));
             return row;
         };
@@ -201,17 +218,17 @@ struct DeltaColumns {
             each_row(update);
         seen = sums;
         if (!y) return;
-        store(y, out.first(), first);
-        if (second) store(y + kLanes, out.second(), second);
+        store(y, fma(skip, token.v0, out.first()), first);
+        if (second) store(y + kLanes, fma(skip, token.v1, out.second()), second);
     }
 
     struct Row {
         F32 a, b;
     };
 
-    Row load_row(int64_t i) const { return {load(tile + i * kDeltaColumns), load(tile + i * kDeltaColumns + kLanes)}; }
+    Row load_row(int64_t i) const { return {load(tile + i * kStateColumns), load(tile + i * kStateColumns + kLanes)}; }
 
-    static void add_row(DeltaSums& sums, int odd, const Row& row, F32 by) {
+    static void add_row(ColumnSums& sums, int odd, const Row& row, F32 by) {
         F32 *to0 = odd ? &sums.odd0 : &sums.even0, *to1 = odd ? &sums.odd1 : &sums.even1;
         *to0 = fma(row.a, by, *to0);
         *to1 = fma(row.b, by, *to1);
@@ -229,22 +246,24 @@ struct DeltaColumns {
     }
 };
 
-inline int64_t delta_width(const gated_delta_args& a) {
+inline int64_t inputs_width(const recurrence_args& a) {
     return 2 * a.key_heads * a.key_dim + a.value_heads * a.value_dim;
 }
 
+inline int64_t gates_width(const recurrence_args& a) { return a.skip ? a.value_heads : 2 * a.value_heads; }
+
 template <class T>
-void delta_columns(const gated_delta_args& a, const StateTokens& on, int64_t head, int64_t column, float* scratch) {
-    const int64_t n = a.value_dim - column < kDeltaColumns ? a.value_dim - column : kDeltaColumns;
+void head_columns(const recurrence_args& a, const StateTokens& on, int64_t head, int64_t column, float* scratch) {
+    const int64_t n = a.value_dim - column < kStateColumns ? a.value_dim - column : kStateColumns;
     const int first = n < kLanes ? int(n) : kLanes, second = int(n) - first;
     float* state = static_cast<float*>(a.state) + on.row * a.state_stride + head * a.key_dim * a.value_dim + column;
-    float *tile = scratch, *inputs = tile + a.key_dim * kDeltaColumns;
+    float *tile = scratch, *inputs = tile + a.key_dim * kStateColumns;
     for (int64_t i = 0; i < a.key_dim; i++) {
         const float* row = state + i * a.value_dim;
-        store(tile + i * kDeltaColumns, on.fresh ? zero() : load(row, first));
-        store(tile + i * kDeltaColumns + kLanes, on.fresh || !second ? zero() : load(row + kLanes, second));
+        store(tile + i * kStateColumns, on.fresh ? zero() : load(row, first));
+        store(tile + i * kStateColumns + kLanes, on.fresh || !second ? zero() : load(row + kLanes, second));
     }
-    DeltaColumns columns{a,
+    HeadColumns columns{a,
                          head,
                          column,
                          first,
@@ -253,18 +272,19 @@ void delta_columns(const gated_delta_args& a, const StateTokens& on, int64_t hea
                          expf(static_cast<const float*>(a.decay)[head]),
                          static_cast<const float*>(a.bias)[head],
                          1.0f / sqrtf(float(a.key_dim)),
-                         {}};
-    DeltaToken tokens[2];
-    for (DeltaToken& token : tokens) {
+                         broadcast(a.skip ? static_cast<const float*>(a.skip)[head] : 0.0f),
+                         no_sums()};
+    HeadToken tokens[2];
+    for (HeadToken& token : tokens) {
         token.q = inputs + 2 * (&token - tokens) * a.key_dim;
         token.k = token.q + a.key_dim;
     }
-    const int64_t width = delta_width(a), certain = on.pending + on.count - on.drafts;
+    const int64_t width = inputs_width(a), certain = on.pending + on.count - on.drafts;
     const float* log = static_cast<const float*>(a.log) + on.row * a.log_stride;
     const auto prepare = [&](int64_t i) {
         const int64_t at = on.first + i - on.pending;
         if (i < on.pending) {
-            const float* logged = log + i * (width + 2 * a.value_heads);
+            const float* logged = log + i * (width + gates_width(a));
             columns.prepare(tokens[i & 1], logged, logged + width);
         } else {
             columns.prepare(tokens[i & 1], static_cast<const T*>(a.x) + at * a.x_stride,
@@ -272,43 +292,40 @@ void delta_columns(const gated_delta_args& a, const StateTokens& on, int64_t hea
         }
     };
     prepare(0);
-    columns.begin(tokens[0]);
+    if (!a.skip) columns.begin(tokens[0]);
     for (int64_t i = 0, count = on.pending + on.count; i < count; i++) {
         const bool last = i + 1 == count;
         if (!last) prepare(i + 1);
         T* y = static_cast<T*>(a.y) + (on.first + i - on.pending) * a.y_stride + head * a.value_dim + column;
-        columns.pass(tokens[i & 1], last ? nullptr : &tokens[~i & 1], i < on.pending ? nullptr : y);
+        columns.pass(tokens[i & 1], last || a.skip ? nullptr : &tokens[~i & 1], i < on.pending ? nullptr : y);
         if (i + 1 != certain) continue;
         for (int64_t j = 0; j < a.key_dim; j++) {
             float* row = state + j * a.value_dim;
-            store(row, load(tile + j * kDeltaColumns), first);
-            if (second) store(row + kLanes, load(tile + j * kDeltaColumns + kLanes), second);
+            store(row, load(tile + j * kStateColumns), first);
+            if (second) store(row + kLanes, load(tile + j * kStateColumns + kLanes), second);
         }
     }
 }
 
 template <class T>
-void log_draft(const gated_delta_args& a, const StateTokens& on, int64_t draft) {
-    const int64_t token = on.first + on.count - on.drafts + draft, width = delta_width(a), gates = 2 * a.value_heads;
+void log_draft(const recurrence_args& a, const StateTokens& on, int64_t draft) {
+    const int64_t token = on.first + on.count - on.drafts + draft, width = inputs_width(a), gates = gates_width(a);
     float* to = static_cast<float*>(a.log) + on.row * a.log_stride + draft * (width + gates);
-    const auto widen = [](float* y, const T* x, int64_t count) {
-        each_vector(0, count, [&](int64_t i, auto n) KVIK_INLINED { store(y + i, load(x + i, n), n); });
-    };
     widen(to, static_cast<const T*>(a.x) + token * a.x_stride, width);
     widen(to + width, static_cast<const T*>(a.gates) + token * a.gates_stride, gates);
 }
 
-void gated_delta(const gated_delta_args& a, Team& team) {
-    const int64_t parts = (a.value_dim + kDeltaColumns - 1) / kDeltaColumns, each = a.value_heads * parts;
-    const size_t scratch = size_t(a.key_dim * (kDeltaColumns + 4)) * sizeof(float);
+void recurrence(const recurrence_args& a, Team& team) {
+    const int64_t parts = (a.value_dim + kStateColumns - 1) / kStateColumns, each = a.value_heads * parts;
+    const size_t scratch = size_t(a.key_dim * (kStateColumns + 4)) * sizeof(float);
     together(team, a.num_seqs * each, [&](Member& member) {
         float* own = static_cast<float*>(member.scratch(scratch));
         for (int64_t task; (task = member.next()) >= 0;) {
             const StateTokens on = state_tokens(a, task / each);
             if (on.row < 0) continue;
-            const int64_t head = task % each / parts, column = task % parts * kDeltaColumns;
-            a.dtype == kBF16 ? delta_columns<bf16>(a, on, head, column, own)
-                             : delta_columns<float>(a, on, head, column, own);
+            const int64_t head = task % each / parts, column = task % parts * kStateColumns;
+            a.dtype == kBF16 ? head_columns<bf16>(a, on, head, column, own)
+                             : head_columns<float>(a, on, head, column, own);
         }
     });
     bool drafts = false;

@@ -447,15 +447,16 @@ def test_longrope_is_read_from_two_tensors(tmp_path: Path) -> None:
 
 # Some of their tensors are split, joined or named otherwise in files.
 APART = {"Falcon", "Gemma4-experts", "GptOss", "GraniteMoe", "Lfm2Moe", "Llama4"}
+APART |= {"GraniteMoeHybrid", "GraniteMoeHybrid-dense"}
 NAMED = {**ALL, "StableLm": {"use_qkv_bias": True}}
 
 
 @pytest.mark.parametrize("family", sorted(NAMED.keys() - APART))
 def test_tensors_have_the_names_of_the_public_package(family: str, tmp_path: Path) -> None:
     """Those of all experts of a layer share one name."""
-    options, family = NAMED[family], family.partition("-")[0]
+    options, (family, _, variant) = NAMED[family], family.partition("-")
     row = ARCHITECTURES[f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"]
-    kind = row.gguf or "llama"
+    kind = row.gguf_experts if variant == "experts" and row.gguf_experts else row.gguf or "llama"
     architecture = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
     known = gguf.get_tensor_name_map(architecture, 7)
     save_tiny(tmp_path, family, **options)
@@ -466,6 +467,8 @@ def test_tensors_have_the_names_of_the_public_package(family: str, tmp_path: Pat
         usual = experts.sub("experts", name).replace("correction_bias", "correction.bias")
         usual = usual.replace("dt_bias", "dt_proj.bias")  # as in the converter
         usual = usual.replace("layer_scalar", "layer_scalar.weight")
+        if "mixer.experts" in usual:
+            usual = usual.replace("backbone", "model").replace("mixer", "mlp")
         expected = known.get_name(usual, try_suffixes=(".weight", ".bias"))
         assert gguf_name(name, own) == expected
         number = experts.search(name)

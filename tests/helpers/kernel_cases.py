@@ -17,7 +17,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from kvik.kernels.ops import DeltaHeads, Draws, Masks, Ops, Penalties, Sequences, Truncation
+from kvik.kernels.ops import Draws, Masks, Ops, Penalties, Sequences, StateHeads, Truncation
 from kvik.kernels.weights import (
     PAIRED,
     Activation,
@@ -54,7 +54,7 @@ Argument = (
     | Penalties
     | Router
     | Sequences
-    | DeltaHeads
+    | StateHeads
     | str
     | torch.dtype
     | None
@@ -137,13 +137,18 @@ def _norms() -> list[Case]:
     zeros = Case("rms_norm", "zeros", lambda m: (m.normal(3, 64) * 0, m.normal(64), 1e-6))
     large = Case("rms_norm", "large", lambda m: (m.normal(3, 64, scale=3e3), m.normal(64), 1e-6))
     heads = Case("rms_norm", "per-head", lambda m: (m.normal(5, 9, 32)[:, 2:6], m.normal(32), 1e-6))
+    each = Case(
+        "rms_norm",
+        "each head",
+        lambda m: (m.normal(5, 2 * 70).view(5, 2, 70), m.normal(2, 70).float(), 1e-6),
+    )
     wide = Case("rms_norm", "fp32-gain", lambda m: (m.normal(5, 70), m.normal(70).float(), 1e-6))
     layer_heads = Case(
         "layer_norm",
         "per-head",
         lambda m: (m.normal(5, 9, 33)[:, 2:6], m.normal(4, 33), m.normal(4, 33), 1e-5),
     )
-    return [*cases, zeros, large, wide, heads, layer_heads]
+    return [*cases, zeros, large, wide, heads, each, layer_heads]
 
 
 def _rms_norm(rows: int, dim: int, m: Maker) -> Arguments:
@@ -685,28 +690,34 @@ def _states() -> list[Case]:
         name = f"{channels}x{width}{' bias' * bias}{' silu' * silu}{' drafts' * drafted}"
         return Case("causal_conv", name, make, run, written=(3,))
 
-    def delta(
-        key_heads: int, value_heads: int, key_dim: int, value_dim: int, drafted: bool = False
+    def recurrence(
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        *,
+        space: bool = False,
+        drafted: bool = False,
     ) -> Case:
         def make(m: Maker) -> Arguments:
             channels = 2 * key_heads * key_dim + value_heads * value_dim
             state = m.normal(5, value_heads, key_dim, value_dim, dtype=torch.float32)
             state[0] = float("nan")
-            logged = most_drafts * drafted, channels + 2 * value_heads
-            log = m.normal(5, *logged, dtype=torch.float32)
-            heads = DeltaHeads(
-                m.normal(value_heads, dtype=torch.float32),
-                m.normal(value_heads, dtype=torch.float32),
-                key_heads,
+            columns = value_heads if space else 2 * value_heads
+            log = m.normal(5, most_drafts * drafted, channels + columns, dtype=torch.float32)
+            decay, bias, *skip = (
+                m.normal(value_heads, dtype=torch.float32) for _ in range(3 if space else 2)
             )
-            wide, gates = m.normal(16, channels + 3), m.normal(16, 2 * value_heads)
+            heads = StateHeads(decay, bias, key_heads, *skip)
+            wide, gates = m.normal(16, channels + 3), m.normal(16, columns)
             return wide[:, 1 : channels + 1], gates, heads, state, log, sequences(m, drafted)
 
         def run(ops: Ops, *args: Argument) -> Tensor:
-            return masked(ops.gated_delta(*args))
+            return masked(ops.recurrence(*args))
 
-        name = f"{key_heads}/{value_heads} of {key_dim}x{value_dim}{' drafts' * drafted}"
-        return Case("gated_delta", name, make, run, written=(3, 4), product=True)
+        name = f"{key_heads}/{value_heads} of {key_dim}x{value_dim}"
+        name += " space" * space + " drafts" * drafted
+        return Case("recurrence", name, make, run, written=(3, 4), product=True)
 
     def gated(rows: int, dim: int, by: str, gates: int, fp32: bool = False) -> Case:
         def make(m: Maker) -> Arguments:
@@ -720,8 +731,12 @@ def _states() -> list[Case]:
         *(convolution(*sizes) for sizes in ((1, 2, False, False), (70, 3, True, True))),
         *(convolution(300, 4, False, True, drafted) for drafted in (False, True)),
         convolution(70, 2, True, True, drafted=True),
-        *(delta(*sizes) for sizes in ((1, 1, 4, 3), (2, 4, 24, 40), (1, 3, 17, 70))),
-        *(delta(*sizes, drafted=True) for sizes in ((2, 4, 24, 40), (1, 3, 17, 70))),
+        *(
+            recurrence(*sizes, space=space, drafted=drafted)
+            for sizes in ((1, 1, 4, 3), (2, 4, 24, 40), (1, 3, 17, 70))
+            for space in (False, True)
+            for drafted in (False, True)
+        ),
         *(gated(1, 1, by, 1) for by in ("none", "silu", "sigmoid")),
         *(gated(7, 133, by, gates) for by in ("none", "silu", "sigmoid") for gates in (1, 133)),
         *(gated(7, 133, "none", gates, fp32=True) for gates in (1, 133)),

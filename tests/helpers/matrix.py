@@ -225,6 +225,14 @@ STATES = model_config(  # a delta net, attention, a delta net
     linear_value_head_dim=12, torch_dtype="float32",
 )  # fmt: skip
 
+SPACES = model_config(  # Mamba-2, experts, attention, Mamba-2, an MLP
+    "NemotronHForCausalLM",
+    vocab=96, hidden=32, inner=64, layers=5, heads=4, kv_heads=2, head_dim=16, positions=256,
+    hybrid_override_pattern="ME*M-", mamba_num_heads=4, mamba_head_dim=12, n_groups=2,
+    ssm_state_size=8, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=32,
+    moe_shared_expert_intermediate_size=32, torch_dtype="float32",
+)  # fmt: skip
+
 
 MODELS = (
     "bundled",
@@ -251,6 +259,7 @@ def make_model(name: str, folder: Path) -> dict[str, object]:
     if name == "bundled":
         return {"model": BUNDLED}
     configs = {"latent": LATENT, "capped": CAPPED, "chunked": CHUNKED, "states": STATES}
+    configs["spaces"] = SPACES
     config = configs.get(name, WINDOWED)
     (folder / "config.json").write_text(json.dumps(config))
     return {"model": str(folder), "load_format": "random", "seed": 3}

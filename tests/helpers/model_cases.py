@@ -53,6 +53,20 @@ ATTENDING: dict[str, Any] = {
     "shared_intermediate_size": 40,
     "mamba_n_heads": 4,  # required by a check
 }
+MAMBA: dict[str, Any] = {
+    "shared_intermediate_size": 40,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 12,
+}
+NEMOTRON_H: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
+    "head_dim": 8,
+    "ssm_state_size": 12,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 10,
+    "n_groups": 3,
+    "time_step_min": 1e-30,  # prompts clamp steps to it, decoding does not
+}
 
 MROPE = rope(rope_type="default", mrope_section=[2, 1, 1])
 
@@ -387,6 +401,35 @@ CASES = {
         intermediate_size=24,
         residual_multiplier=0.4,
         attention_bias=True,
+    ),
+    "granite4-h": case(
+        "GraniteMoeHybrid",
+        MULTIPLIERS,
+        MAMBA,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_local_experts=0,
+        num_experts_per_tok=0,
+    ),
+    "granite4-h-experts": case(
+        "GraniteMoeHybrid",
+        MAMBA,
+        mamba_n_groups=2,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        intermediate_size=24,
+    ),
+    "nemotron-h": case("NemotronH", NEMOTRON_H),
+    "nemotron-h-experts": case(
+        "NemotronH",
+        NEMOTRON_H,
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe", "linear_attention"],
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=2,
+        routed_scaling_factor=1.7,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=40,
     ),
     "phimoe": case("Phimoe", LONG_PHIMOE, attention_bias=True, lm_head_bias=True),
     "phimoe-window": case(

@@ -124,6 +124,22 @@ YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "original_max_position_embed
 YARN |= {"factor": 4.0}
 EVEN = {"mscale": 1.0, "mscale_all_dim": 1.0}
 CAPS = {"attn_logit_softcapping": 0.2, "final_logit_softcapping": 0.3}
+HYBRID = {
+    "hidden_size": 64,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 96,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+}
+SINGLE = {  # layers of one part
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+    "ssm_state_size": 16,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "time_step_min": 1e-30,  # prompts clamp steps to it, decoding does not
+}
 SEPARATE: dict[str, dict[str, Any]] = {
     "GptOss": {
         **HEAD,
@@ -152,6 +168,24 @@ SEPARATE: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention", "conv"],
     },
     "GraniteMoe": {**WIDE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "GraniteMoeHybrid": {
+        **HYBRID,
+        **MULTIPLIERS,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 32,
+    },
+    "GraniteMoeHybrid-dense": {**HYBRID, "num_local_experts": 0, "num_experts_per_tok": 0},
+    "NemotronH": {**HEAD, **SINGLE},
+    "NemotronH-experts": {
+        **HEAD,
+        **SINGLE,
+        **SOME,
+        "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"],
+        "n_routed_experts": 6,
+        "moe_shared_expert_intermediate_size": 64,
+        "routed_scaling_factor": 1.7,
+    },
     "Ministral3": {**HEAD, "rope_parameters": {**YARN, **EVEN, "llama_4_scaling_beta": 2.0}},
     "GPT2": {"n_embd": 64},
 }

@@ -23,11 +23,11 @@ from torch import Tensor
 
 import kvik.kernels.triton
 from kvik.kernels.ops import (
-    DeltaHeads,
     Draws,
     Masks,
     Penalties,
     Sequences,
+    StateHeads,
     Truncation,
 )
 from kvik.kernels.triton import activation, attention_paged, draw, norm, rotary, rows, states
@@ -121,7 +121,7 @@ FEW_REGISTERS = {
         (96, "largest_of_chunks rotary causal_conv"),
         (128, "rms_norm layer_norm store blocks coarse bounds settle sums pick shares"),
         (136, "list"),
-        (168, "gated_delta"),
+        (168, "recurrence"),
     )
     for name in names.split()
 }
@@ -592,10 +592,11 @@ SMALL = (
     _entries("heads of bf16", rows.store_kv, *_heads()[1:], _K, _V, _i64(9)),
 )
 
-_SEQUENCES, _DELTA = Sequences(_i32(3), _i32(2), _i32(2)), DeltaHeads(_fp32(32), _fp32(32), 16)
+_SEQUENCES, _DELTA = Sequences(_i32(3), _i32(2), _i32(2)), StateHeads(_fp32(32), _fp32(32), 16)
 _DRAFTED = replace(_SEQUENCES, pending=_i32(2), drafts=_i32(2))
 _TAPS, _CHANNELS, _STATE = _bf16(4, 4096), _fp32(3, 7, 4096), _fp32(3, 32, 128, 128)
 _LOG = _fp32(3, 4, 8192 + 64)
+_SPACE = replace(_DELTA, skip=_fp32(32))
 
 STATES = (
     _entries("SiLU, bf16", states.gated, _X, _X, "silu"),
@@ -604,7 +605,10 @@ STATES = (
         for what, of in (("bf16", _SEQUENCES), ("bf16, drafts", _DRAFTED))
         for entries in (
             _entries(what, states.causal_conv, _X, _TAPS, None, _CHANNELS, of, True),
-            _entries(what, states.gated_delta, _WIDE, _bf16(9, 64), _DELTA, _STATE, _LOG, of),
+            _entries(what, states.recurrence, _WIDE, _bf16(9, 64), _DELTA, _STATE, _LOG, of),
+            _entries(
+                f"space, {what}", states.recurrence, _WIDE, _bf16(9, 32), _SPACE, _STATE, _LOG, of
+            ),
         )
     ),
 )

@@ -136,6 +136,8 @@ FAMILIES: dict[str, dict[str, object]] = {
         "layer_types": ["linear_attention", "full_attention"],
     },
     "Lfm2": {**CALIBRATED["Lfm2"], **HEADS},
+    "GraniteMoeHybrid": {**CALIBRATED["GraniteMoeHybrid"], **HEADS},
+    "NemotronH": {**CALIBRATED["NemotronH"], **HEADS, "head_dim": 16},
     "Qwen3Moe": {**CALIBRATED["Qwen3Moe"], **HEADS, "head_dim": 16},
     "GptOss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     "DeepseekV3": {
@@ -177,11 +179,16 @@ def test_models_of_each_kind(number, family, tmp_path, monkeypatch) -> None:
     has one layer."""
     save_tiny(tmp_path, family, **FAMILIES[family])
     found = [answers(tmp_path, ranks, dtype="float32") for ranks in (1, 2 + number % 2)]
-    if "Moe" in family or family in ("GptOss", "DeepseekV3"):
+    if "Moe" in family or family in ("GptOss", "DeepseekV3", "NemotronH"):
         found.append(answers(tmp_path, 2, dtype="float32", expert_parallel=True))
     if family != "Gemma4":  # its last layers read the caches of the first
         found.append(answers(tmp_path, 2, "pipeline_parallel_size", dtype="float32"))
-    if family in ("Qwen3_5", "Lfm2"):  # states keep drafts, in all processes
+    if family in (
+        "Qwen3_5",
+        "Lfm2",
+        "GraniteMoeHybrid",
+        "NemotronH",
+    ):  # states keep drafts, in all processes
         texts = [[*tokens(24, seed), *found[0][seed][1]] for seed in range(4)]
         install(monkeypatch, lambda parts: Scripted(parts, texts, with_probability(0.6)))
         for way in ("tensor_parallel_size", "pipeline_parallel_size"):

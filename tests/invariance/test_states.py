@@ -52,9 +52,9 @@ EVERY = [c for c in [*COLUMNS, *SERVED, ALL_OF_IT] if c.name in NAMES]
 PLAIN = next(column for column in EVERY if column.name == "prefix hits, chunks")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> dict[str, object]:
-    return make_model("states", tmp_path_factory.mktemp("states"))
+@pytest.fixture(scope="module", params=["states", "spaces"])
+def model(request, tmp_path_factory) -> dict[str, object]:
+    return make_model(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +106,9 @@ def test_tokens_do_not_depend_on_the_drafter(model, expected, texts, drafter, mo
     [c for c in EVERY if c.name in ("prefix hits, chunks", "preemption, chunks", "siblings")],
     ids=named,
 )
-def test_a_draft_model_with_states_guesses_what_it_would_say(model, expected, column, tmp_path):
+def test_a_draft_model_with_states_guesses_what_it_would_say(model, expected, column):
     """It is the target itself, so greedy drafts are right."""
-    (tmp_path / "config.json").write_text(json.dumps(STATES))
-    options = {**EAGER, "spec_method": "draft_model", "spec_model": str(tmp_path)}
+    options = {**EAGER, "spec_method": "draft_model", "spec_model": model["model"]}
     outputs = checked_tokens(with_room(column), model, expected, spec_tokens=TOKENS, **options)
     assert any(output.num_drafted_tokens for output in outputs)
     for output, sampling in zip(outputs, params(), strict=True):

@@ -96,7 +96,7 @@ def test_products_of_a_few_rows_at_a_time(case: Case, monkeypatch: pytest.Monkey
     check_case(TORCH, case)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.op == "gated_delta"], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [c for c in CASES if c.op == "recurrence"], ids=lambda c: c.name)
 def test_the_delta_rule_in_chunks(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_ops, "CHUNK", 3)
     check_case(TORCH, case)

@@ -37,6 +37,23 @@ LATENT = {
     **{"q_lora_rank": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32},
     "moe_intermediate_size": 32,
 }
+HYBRID = {
+    "hidden_size": 64,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 96,
+    "intermediate_size": 32,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+}
+SINGLE = {
+    "ssm_state_size": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "time_step_min": 1e-30,
+}
+LAST = ["full_attention"]
 YARN = {"rope_theta": 1e4, "rope_type": "yarn", "original_max_position_embeddings": 32}
 YARN |= {"factor": 4.0}
 GEMMA4 = {
@@ -71,6 +88,12 @@ CASES: dict[str, dict[str, Any]] = {  # family, and the case in it
     | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "Olmo3": {**WIDE, "num_hidden_layers": 4, "sliding_window": 9},
     "GraniteMoe": {**WIDE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "GraniteMoeHybrid": {**HYBRID, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "GraniteMoeHybrid dense": {**HYBRID, "num_local_experts": 0, "num_experts_per_tok": 0},
+    "NemotronH": {**HEAD, **SINGLE, "layers_block_type": ["linear_attention", "mlp"] * 2 + LAST},
+    "NemotronH experts": {**HEAD, **SINGLE, "layers_block_type": ["linear_attention", "moe", *LAST]}
+    | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    | {"moe_shared_expert_intermediate_size": 64, "routed_scaling_factor": 1.7},
     "Ministral3": HEAD
     | {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}
     | {"llama_4_scaling_beta": 2.0},

@@ -70,7 +70,10 @@ STACKED = {"GptOss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_to
 
 
 # Models whose second block is of another kind than the first.
-SECOND = ("Gemma4", "DeepseekV2", "DeepseekV3", "Lfm2", "Qwen3_5", "Qwen3Next")
+SECOND = (
+    *("Gemma4", "DeepseekV2", "DeepseekV3", "Lfm2", "Qwen3_5", "Qwen3Next", "GraniteMoeHybrid"),
+    "NemotronH",
+)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +81,7 @@ SECOND = ("Gemma4", "DeepseekV2", "DeepseekV3", "Lfm2", "Qwen3_5", "Qwen3Next")
     [
         *((family, 0) for family in (*FAMILIES, *STACKED)),
         *((family, 1) for family in SECOND),
-        ("Gemma4", 2),
+        *(("Gemma4", 2), ("NemotronH", 2), ("NemotronH", 3)),
     ],
 )
 def test_outputs_do_not_change(tmp_path: Path, family: str, index: int) -> None:
@@ -105,7 +108,8 @@ def test_outputs_do_not_change(tmp_path: Path, family: str, index: int) -> None:
         "Cohere2": (2,),
         "GptOss": (2 + 1 + 4,),
         "Gemma4": (3 + 2 * 4,) * 3,
-        "GraniteMoeHybrid": (2 + 1 + 2 + 2 * 4,),  # and those of the MLP for all tokens
+        "GraniteMoeHybrid": (2 + 1 + 2 + 2 * 4,) * 2,  # and those of the MLP for all tokens
+        "NemotronH": (2, 1, 2, 1 + 1 + 4),  # nothing after squared ReLU
         "Qwen3Moe": (2 + 1 + 2 * 6,),  # the router, and two per expert
         "DeepseekV2": (5, 3 + 1 + 2 * 6 + 2),
         "DeepseekV3": (6, 4 + 1 + 2 * 6 + 2),

@@ -304,6 +304,7 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
     "GPTJForCausalLM": PUBLIC["gpt2"],
     "GPTNeoForCausalLM": {"num_layers": 2, "num_heads": 4, "attention_layers": ["global"] * 2},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 4},
+    "NemotronHForCausalLM": {"hybrid_override_pattern": "M*-E"},
     "Ernie4_5_MoeForCausalLM": {"moe_k": 2},
     "Gemma3TextModel": {"use_bidirectional_attention": True},
 }

@@ -96,6 +96,7 @@ def of(architecture: str, **changes: Any) -> dict[str, Any]:
 
 
 ATTENDS = {"layer_types": ["attention"] * 4}
+MAMBA = {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8}
 MIXER = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
@@ -113,7 +114,16 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
     (of("OPT", do_layer_norm_before="no"), "do_layer_norm_before"),
     (of("OPT", _remove_final_layer_norm=True), "_remove_final_layer_norm"),
     (of("GraniteMoeHybrid"), "layer_types"),
-    (of("GraniteMoeHybrid", layer_types=["mamba"] + ["attention"] * 3), "layer_types"),
+    (of("GraniteMoeHybrid", **{**MAMBA, "layer_types": ["mamba"] * 4}), "layer_types"),
+    (of("GraniteMoeHybrid", **MAMBA, mamba_n_groups=3), "mamba_n_groups"),
+    (of("GraniteMoeHybrid", **MAMBA, mamba_d_head=3), "mamba_d_head"),
+    (of("GraniteMoeHybrid", **MAMBA, mamba_proj_bias=True), "mamba_proj_bias"),
+    (of("NemotronH"), "hybrid_override_pattern"),
+    (of("NemotronH", hybrid_override_pattern="M*-"), "hybrid_override_pattern"),
+    (of("NemotronH", hybrid_override_pattern="M*-X"), "hybrid_override_pattern"),
+    (of("NemotronH", hybrid_override_pattern="M-M-"), "hybrid_override_pattern"),
+    (of("NemotronH", layers_block_type=["mlp", "attention", "conv", "mlp"]), "layers_block_type"),
+    (of("NemotronH", hybrid_override_pattern="M*-E", moe_latent_size=8), "moe_latent_size"),
     (of("GraniteMoeHybrid", layer_types=["attention"]), "layer_types"),
     (of("GraniteMoeHybrid", **ATTENDS, position_embedding_type="alibi"), "position_embedding_type"),
     (of("GraniteMoeHybrid", **ATTENDS, num_local_experts=-1), "num_local_experts"),

@@ -34,7 +34,7 @@ def test_every_fourth_layer_attends_by_default() -> None:
     assert [layer.state is None for layer in qwen().layers] == [False, False, False, True]
     spec = qwen(full_attention_interval=2, linear_conv_kernel_dim=3)
     assert [layer.state is None for layer in spec.layers] == [False, True, False, True]
-    assert spec.states[0] == StateSpec.delta(16, 32, 128, 128, 3)
+    assert spec.states[0] == StateSpec.recurrent(16, 32, 128, 128, 3)
     assert spec.layers[1].rope.fraction == 0.25
 
 

@@ -417,10 +417,9 @@ def _choose_kv_format(config: EngineConfig, spec: ModelSpec, dtype: str, notes: 
                 "kv_cache_dtype_skip_layers",
                 f"must name layers from 0 to {spec.num_layers - 1}, not {layer}",
             )
-        if spec.layers[layer].state is not None:
+        if not spec.layers[layer].attends:
             raise ConfigError(
-                "kv_cache_dtype_skip_layers",
-                f"must name layers with attention, not {layer}, which keeps a state in fp32",
+                "kv_cache_dtype_skip_layers", f"must name layers with attention, not {layer}"
             )
         if (owner := spec.layers[layer].kv_from) is not None:
             raise ConfigError(

@@ -12,7 +12,6 @@ from tokenizers import Tokenizer
 
 from kvik.errors import ModelError, shown
 from kvik.gguf.facts import (
-    DELTA,
     END_TOKENS,
     EXPERT_SIZES,
     FULL_INTERVAL,
@@ -20,13 +19,22 @@ from kvik.gguf.facts import (
     LATENT_RANK,
     PARALLEL,
     RECURRENT,
+    RECURRENT_LAYERS,
     SCALES,
     SCHEMES,
     STEP,
     TAPS,
     metadata_config,
 )
-from kvik.gguf.names import EMBEDDING, HEAD, INPUTS_PROJECTION, LAYER, POSITIONS, TOKEN_INPUTS
+from kvik.gguf.names import (
+    EMBEDDING,
+    HEAD,
+    INPUTS_PROJECTION,
+    LAYER,
+    POSITIONS,
+    TOKEN_INPUTS,
+    block_of,
+)
 from kvik.gguf.reader import Scalar
 from kvik.gguf.rope import TEMPERATURE, llama3_divisors, proportional_divisors
 from kvik.gguf.tokenizer import AT, SPACE, WORD_RULES, TokenKind, WordRule
@@ -94,7 +102,9 @@ def block_type(type: str, name: str, width: int, spec: ModelSpec) -> str:
         kind = "BF16"
     elif name == POSITIONS:
         kind = "F32"
-    elif (layer := LAYER.fullmatch(name)) is not None:
+    elif (layer := LAYER.fullmatch(name)) is None:
+        kind = "F32" if block_of(name) is not None else None
+    else:
         part = layer[2]
         if part in EXACT or part.endswith("_norm"):
             kind = "F32"
@@ -153,7 +163,8 @@ def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Entry]:
         ModelError: GGUF cannot describe this model.
     """
     family = gguf_family(spec)
-    architecture = str(family.gguf)
+    has_experts = any(layer.experts for layer in spec.layers)
+    architecture = family.gguf_experts if has_experts and family.gguf_experts else str(family.gguf)
     eps = "layer_norm_rms_epsilon" if spec.rms_norm else "layer_norm_epsilon"
     facts: dict[str, Entry | None] = {
         "block_count": spec.num_layers,
@@ -338,15 +349,23 @@ def _states(spec: ModelSpec) -> dict[str, Entry | None]:
     """Return the metadata of layers that keep a state."""
     if not spec.states:
         return {}
-    state, attends = spec.states[0], [layer.state is None for layer in spec.layers]
+    state, attends = spec.states[0], [layer.attends for layer in spec.layers]
+    where: dict[str, Entry | None] = {
+        "attention.head_count_kv": [spec.num_kv_heads * flag for flag in attends]
+    }
     if not state.value_heads:
-        kv_heads = [spec.num_kv_heads * flag for flag in attends]
-        return {TAPS: state.width, "attention.head_count_kv": kv_heads}
-    every = attends.index(True) + 1
-    where: dict[str, Entry | None] = {FULL_INTERVAL: every}
-    if attends != [(layer + 1) % every == 0 for layer in range(spec.num_layers)]:
-        where = {RECURRENT: [not flag for flag in attends]}
-    return where | {at: of(state) for at, of in DELTA.values()}
+        return {TAPS: state.width, **where}
+    if any(layer.feeds for layer in spec.layers):
+        where["feed_forward_length"] = [
+            layer.feeds * (layer.experts.inner if layer.experts else spec.inner(layer))
+            for layer in spec.layers
+        ]
+    elif state.gates > 1:  # a gated delta net
+        every = attends.index(True) + 1
+        where = {FULL_INTERVAL: every}
+        if attends != [(layer + 1) % every == 0 for layer in range(spec.num_layers)]:
+            where = {RECURRENT_LAYERS: [not flag for flag in attends]}
+    return where | {at: of(state) for at, of in RECURRENT.values()}
 
 
 def _same_activation(name: str, other: str) -> bool:

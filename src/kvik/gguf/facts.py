@@ -7,6 +7,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import prod
 
 from kvik.core.sampling_params import PARAMETERS
@@ -29,7 +30,7 @@ from kvik.spec.declare import GATE_UP, SEPARATE, Architecture
 from kvik.spec.experts import EXPERT_KEYS, MAX_EXPERTS, STEP_KEYS, SWITCH, ExpertsSpec, Router
 from kvik.spec.fields import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Fields
 from kvik.spec.kv import MAX_TAPS, StateSpec
-from kvik.spec.layers import CONV, FULL, LINEAR, SLIDING
+from kvik.spec.layers import BLOCK_KINDS, CONV, EXPERTS, FULL, LINEAR, MLP, SLIDING
 from kvik.spec.model import ModelScales
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.rope import MAX_POSITIONS
@@ -166,9 +167,9 @@ def _gate_and_up(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTenso
 
 # `general.architecture` -> architectures of config.json. Mistral is "llama" in GGUF.
 GGUF_FAMILIES: Mapping[str, tuple[Architecture, ...]] = {
-    name: tuple(row for row in ARCHITECTURES.values() if row.gguf == name)
-    for name in dict.fromkeys(row.gguf for row in ARCHITECTURES.values())
-    if name is not None
+    name: tuple(row for row in ARCHITECTURES.values() if name in (row.gguf, row.gguf_experts))
+    for name in chain.from_iterable((row.gguf, row.gguf_experts) for row in ARCHITECTURES.values())
+    if name
 }
 POOLINGS = {1: "mean", 2: "cls", 3: "last"}  # `pooling_type` of models that were trained to embed
 # Tokens that end an answer: the end of the text, of a turn and of a message.
@@ -183,16 +184,19 @@ ENDS = (
 )
 
 
+NAME = "general.architecture"
+
+
 def architecture(file: GgufFile) -> str:
     """Return `general.architecture`.
 
     Raises:
         ModelError: the architecture is not supported.
     """
-    name = file.metadata.string("general.architecture")
+    name = file.metadata.string(NAME)
     if name not in GGUF_FAMILIES:
         names = ", ".join(GGUF_FAMILIES)
-        raise file.metadata.error("general.architecture", f"must be one of {names}, not {name!r}")
+        raise file.metadata.error(NAME, f"must be one of {names}, not {name!r}")
     return name
 
 
@@ -203,11 +207,11 @@ def family_of(metadata: Metadata) -> Architecture:
     Raises:
         ModelError: the model has experts and its family has none, or vice versa.
     """
-    name, count = metadata.string("general.architecture"), _expert_count(metadata)
+    name, count = metadata.string(NAME), _expert_count(metadata)
     rows = [
         row
         for row in GGUF_FAMILIES[name]
-        if SWITCH in row.defaults or (row.experts is not None) == (count > 0)
+        if row.optional_experts or (row.experts is not None) == (count > 0)
     ]
     if not rows:
         allowed = "0: the family has no experts" if count else "at least 1"
@@ -223,13 +227,13 @@ def family_of(metadata: Metadata) -> Architecture:
 
 
 def _expert_count(metadata: Metadata) -> int:
-    name = metadata.string("general.architecture")
+    name = metadata.string(NAME)
     return metadata.integer(f"{name}.expert_count", 0, MAX_EXPERTS, 0)
 
 
 def _layers(metadata: Metadata) -> int:
     """Return the number of layers, without multi-token-prediction layers."""
-    name = metadata.string("general.architecture")
+    name = metadata.string(NAME)
     blocks = metadata.integer(f"{name}.block_count", 1, MAX_LAYERS)
     return blocks - metadata.integer(f"{name}.nextn_predict_layers", 0, blocks - 1, 0)
 
@@ -345,7 +349,7 @@ def metadata_config(metadata: Metadata) -> dict[str, object]:
     Raises:
         ModelError: a value is out of range.
     """
-    name, family = metadata.string("general.architecture"), family_of(metadata)
+    name, family = metadata.string(NAME), family_of(metadata)
 
     def size(key: str, limit: int, default: int | None = None) -> int:
         return metadata.integer(f"{name}.{key}", 1, limit, default)
@@ -363,7 +367,7 @@ def metadata_config(metadata: Metadata) -> dict[str, object]:
     inner = _inner_sizes(metadata, family, layers, experts_inner or None)
     usual: dict[str, object] = {
         "hidden_size": size("embedding_length", MAX_WIDTH),
-        "intermediate_size": inner[0],
+        "intermediate_size": inner[0] or max(inner),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": max(kv_heads),
@@ -386,7 +390,7 @@ def metadata_config(metadata: Metadata) -> dict[str, object]:
     if f"{name}.{TAPS}" in metadata:
         config |= {"conv_L_cache": size(TAPS, MAX_TAPS), "layer_types": _states(kv_heads, CONV)}
     if f"{name}.ssm.conv_kernel" in metadata:
-        config |= _delta_config(metadata, name, layers)
+        config |= _recurrent_config(metadata, family, kv_heads, inner)
     if latent:
         config |= _latent_config(metadata, name)
     elif width != head_dim:
@@ -417,28 +421,30 @@ def metadata_config(metadata: Metadata) -> dict[str, object]:
 
 TAPS = "shortconv.l_cache"
 LATENT_RANK = "attention.kv_lora_rank"
-# Key of config.json -> key of a GGUF file, and its value for export from the state of a gated delta
-# net. Instead of the size of a value head, files have it times the number of value heads.
-DELTA: Mapping[str, tuple[str, Callable[[StateSpec], int]]] = {
+# Key of config.json, which may have another name in a family -> key of a GGUF file, and its value
+# for export from the state of a recurrent layer. Instead of the size of a value head, files have it
+# times the number of value heads.
+RECURRENT: Mapping[str, tuple[str, Callable[[StateSpec], int]]] = {
     "linear_conv_kernel_dim": ("ssm.conv_kernel", lambda state: state.width),
     "linear_key_head_dim": ("ssm.state_size", lambda state: state.key_dim),
     "linear_num_key_heads": ("ssm.group_count", lambda state: state.key_heads),
     "linear_num_value_heads": ("ssm.time_step_rank", lambda state: state.value_heads),
     "linear_value_head_dim": ("ssm.inner_size", lambda state: state.values),
 }
-FULL_INTERVAL, RECURRENT = "full_attention_interval", "attention.recurrent_layers"
+VALUE_DIM = "linear_value_head_dim"
+FULL_INTERVAL, RECURRENT_LAYERS = "full_attention_interval", "attention.recurrent_layers"
 
 
 def _inner_sizes(
     metadata: Metadata, family: Architecture, layers: int, default: int | None
 ) -> tuple[int, ...]:
-    """Return the width of the MLP of each layer."""
-    key = f"{family.gguf}.feed_forward_length"
-    if not (family.gguf_by_kind and isinstance(metadata.raw(key), Array)):
+    """Return the width of the MLP or of the experts of each layer; 0: it has neither."""
+    key, alone = f"{metadata.string(NAME)}.feed_forward_length", BLOCK_KINDS in family.keys.values()
+    if not ((family.gguf_by_kind or alone) and isinstance(metadata.raw(key), Array)):
         return (metadata.integer(key, 1, MAX_WIDTH, default),) * layers
-    sizes = metadata.integer_array(key, MAX_LAYERS)
-    if len(sizes) != layers or not all(1 <= size <= MAX_WIDTH for size in sizes):
-        raise metadata.error(key, f"must have {layers} values in [1, {MAX_WIDTH}]")
+    sizes, low = metadata.integer_array(key, MAX_LAYERS)[:layers], 0 if alone else 1
+    if len(sizes) != layers or not all(low <= size <= MAX_WIDTH for size in sizes):
+        raise metadata.error(key, f"must have {layers} values in [{low}, {MAX_WIDTH}]")
     return tuple(sizes)
 
 
@@ -546,22 +552,32 @@ def _latent_config(metadata: Metadata, name: str) -> dict[str, object]:
     }
 
 
-def _delta_config(metadata: Metadata, name: str, layers: int) -> dict[str, object]:
-    """Return the keys of config.json about gated delta nets, and which layers have one."""
+def _recurrent_config(
+    metadata: Metadata, family: Architecture, kv_heads: Sequence[int], inner: Sequence[int]
+) -> dict[str, object]:
+    """Return the keys of config.json about recurrent layers, and which layers are of which kind."""
+    name, layers = metadata.string(NAME), len(kv_heads)
     config: dict[str, object] = {
-        key: metadata.integer(f"{name}.{at}", 1, MAX_WIDTH) for key, (at, _) in DELTA.items()
+        family.keys.get(key, key): metadata.integer(f"{name}.{at}", 1, MAX_WIDTH)
+        for key, (at, _) in RECURRENT.items()
     }
-    inner = metadata.integer(f"{name}.ssm.inner_size", 1, MAX_WIDTH)
+    width = metadata.integer(f"{name}.ssm.inner_size", 1, MAX_WIDTH)
     heads = metadata.integer(f"{name}.ssm.time_step_rank", 1, MAX_WIDTH)
-    if inner % heads:
+    if width % heads:
         raise metadata.error(f"{name}.ssm.inner_size", f"must be a multiple of {heads} heads")
-    config["linear_value_head_dim"] = inner // heads
-    recurrent = metadata.raw(f"{name}.{RECURRENT}")
+    config[family.keys.get(VALUE_DIM, VALUE_DIM)] = width // heads
+    kinds, recurrent = _states(kv_heads, LINEAR), metadata.raw(f"{name}.{RECURRENT_LAYERS}")
+    if (key := family.keys.get("layer_types", "")) == BLOCK_KINDS:
+        feed = EXPERTS if _expert_count(metadata) else MLP
+        pairs = zip(kinds, inner, strict=True)
+        return config | {key: [feed if width else kind for kind, width in pairs]}
+    if 0 in kv_heads:
+        return config | {"layer_types": kinds}
     if not isinstance(recurrent, Array):
         every = metadata.integer(f"{name}.{FULL_INTERVAL}", 1, MAX_LAYERS, 4)
         return config | {"full_attention_interval": every}
     if recurrent.kind is not ValueKind.BOOL or recurrent.count < layers:
-        raise metadata.error(f"{name}.{RECURRENT}", f"must have {layers} booleans")
+        raise metadata.error(f"{name}.{RECURRENT_LAYERS}", f"must have {layers} booleans")
     return config | {
         "layer_types": _states((not flag for flag in recurrent.numbers()), LINEAR)[:layers]
     }
@@ -602,12 +618,13 @@ def _experts_config(
     """Return the keys of config.json about experts."""
     if family.experts is None:
         return {}
-    switch: dict[str, object] = {}
-    if SWITCH in family.defaults:
-        switch[SWITCH] = _expert_count(metadata) > 0
-        if not switch[SWITCH]:
-            return switch
-    at = f"{family.gguf}."
+    at, count = f"{metadata.string(NAME)}.", _expert_count(metadata)
+    switch: dict[str, object] = {SWITCH: count > 0} if SWITCH in family.defaults else {}
+    shared = "shared_expert_intermediate_size"
+    if not count:
+        size = metadata.integer(at + EXPERT_SIZES[shared][0], 0, MAX_WIDTH, 0)
+        alone = {family.keys[shared]: size} if shared in family.keys and size else {}
+        return {EXPERT_KEYS[0]: 0, **switch, **alone}
     inner, first = f"{at}expert_feed_forward_length", f"{at}leading_dense_block_count"
     facts: dict[str, object] = {"first_k_dense_replace": metadata.integer(first, 0, layers, 0)}
     if inner in metadata:

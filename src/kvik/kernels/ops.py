@@ -117,7 +117,7 @@ class Masks:
     words: Tensor
 
 
-# An argument of `Ops.causal_conv` and `Ops.gated_delta`, for layers that keep a state per request.
+# An argument of `Ops.causal_conv` and `Ops.recurrence`, for layers that keep a state per request.
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,17 +150,20 @@ Gate = Literal["silu", "sigmoid", "none"]  # function applied to the gate of `Op
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaHeads:
-    """The heads of a gated delta net, with learned parameters of how fast they forget.
+class StateHeads:
+    """The heads of a gated delta net or of a state space, with learned parameters.
 
     Attributes:
-        decay, bias: [value_heads] fp32.
+        decay, bias: [value_heads] fp32, of how fast they forget.
         key_heads: each serves value_heads / key_heads consecutive value heads.
+        skip: [value_heads] fp32, factor with which values are added to the outputs of a state
+            space; None: a gated delta net.
     """
 
     decay: Tensor
     bias: Tensor
     key_heads: int
+    skip: Tensor | None = None
 
 
 def all_rows(matrix: Matrix, first: int, count: int) -> Sequence[tuple[int, int]]:
@@ -210,7 +213,8 @@ class Ops:
         finite or -inf, and at least one of a row is finite
     probabilities(logits [n, vocab], temperature [n], truncation) -> [n, vocab] fp32, the
         probability of drawing each token: the weights that `draw` leaves, over their total
-    rms_norm(x [..., dim], weight [dim] of the dtype of x or fp32, eps) -> [..., dim]
+    rms_norm(x [..., dim], weight [dim] of the dtype of x or fp32, or [heads, dim] of x [tokens,
+        heads, dim], eps) -> [..., dim]
     layer_norm(x [..., dim], weight, bias, eps) -> [..., dim]; weight and bias are [dim], or [heads,
         dim] of x [tokens, heads, dim]
     rotations(high [multiples, head_dim], low [n, head_dim], positions [tokens] int64, last) ->
@@ -229,14 +233,17 @@ class Ops:
         each channel the sum of the last `width` inputs of the sequence times weight, the newest
         times its last row, plus bias; then SiLU if `silu`. The state holds the inputs before this
         step, those of drafts last, and is updated
-    gated_delta(x [tokens, channels], gates [tokens, 2 * value_heads], heads, state [rows,
-        value_heads, key_dim, value_dim] fp32, log [rows, most drafts, channels + 2 * value_heads]
-        fp32, sequences) -> [tokens, value_heads * value_dim], the gated delta rule (Yang et al.
-        2024), token by token in fp32. x: queries and keys of all key heads, then values of all
-        value heads; q and k are divided by their norms and q by sqrt(key_dim). gates: b, then a of
-        all value heads; beta = sigmoid(b). For each head S = S * exp(-exp(decay) * softplus(a +
-        bias)); S = S + k (beta * (v - S^T k))^T; its output is S^T q. The state is updated, and the
-        log, which holds x and gates of drafts
+    recurrence(x [tokens, channels], gates [tokens, columns], heads, state [rows, value_heads,
+        key_dim, value_dim] fp32, log [rows, most drafts, channels + columns] fp32, sequences) ->
+        [tokens, value_heads * value_dim], token by token in fp32, with t = softplus(a + bias):
+        the gated delta rule (Yang et al. 2024). x: queries and keys of all key heads, then values
+            of all value heads; q and k are divided by their norms and q by sqrt(key_dim). gates: b,
+            then a of all value heads. For each head S = S * exp(-exp(decay) * t); S = S + k
+            (sigmoid(b) * (v - S^T k))^T; its output is S^T q
+        or a state space (Mamba-2, Dao and Gu 2024), if `heads` has `skip`. x: values, then keys (B
+            in the paper), then queries (C). gates: a of all value heads. For each head S = S *
+            exp(-exp(decay) * t); S = S + k (t * v)^T; its output is S^T q + skip * v
+        The state is updated, and the log, which holds x and gates of drafts
     store_kv(k, v [tokens, kv_heads, head_dim], k_cache, v_cache [blocks, block_size, kv_heads,
         head_dim], slot_mapping [tokens]) -> None
     copy_blocks(cache [blocks, ...], source [n], target [n]) -> None
@@ -268,7 +275,7 @@ class Ops:
     softcap: Callable[[Tensor, float], None]
     gated: Callable[[Tensor, Tensor, Gate], Tensor]
     causal_conv: Callable[[Tensor, Tensor, Tensor | None, Tensor, Sequences, bool], Tensor]
-    gated_delta: Callable[[Tensor, Tensor, DeltaHeads, Tensor, Tensor, Sequences], Tensor]
+    recurrence: Callable[[Tensor, Tensor, StateHeads, Tensor, Tensor, Sequences], Tensor]
     store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     copy_blocks: Callable[[Tensor, Tensor, Tensor], None]
     owned: Callable[[Matrix, int, int], Sequence[tuple[int, int]]] = all_rows

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvik.kernels.fp8 import PIECE
-from kvik.kernels.ops import DeltaHeads, Draws, Ops, Truncation
+from kvik.kernels.ops import Draws, Ops, StateHeads, Truncation
 from kvik.kernels.reference.draw import probabilities
 from kvik.kernels.reference.experts import experts_by
 from kvik.kernels.reference.ops import (
@@ -27,7 +27,7 @@ from kvik.kernels.reference.ops import (
     rms_norm,
     stored_weight,
 )
-from kvik.kernels.reference.states import delta_inputs, gated_delta_by
+from kvik.kernels.reference.states import head_inputs, recurrence_by
 from kvik.kernels.weights import PAIRED, Activation, Matrix, Weight
 
 
@@ -64,16 +64,16 @@ def _linear_each(x: Tensor, matrix: Matrix, outputs: int) -> Tensor:
     return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).contiguous()
 
 
-CHUNK = 64  # tokens of the delta rule at a time: its products grow with the square
+CHUNK = 64  # tokens of a recurrence at a time: its products grow with the square
 
 
-def _in_chunks(x: Tensor, gates: Tensor, heads: DeltaHeads, s: Tensor) -> tuple[Tensor, Tensor]:
+def _in_chunks(x: Tensor, gates: Tensor, heads: StateHeads, s: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `CHUNK` tokens at a time (Yang et al. 2024, "Gated Delta Networks", section 3.3).
 
     A token adds its key times a change to the state. The changes of a chunk solve a triangular
-    system, so the states in between are not computed.
+    system, or in a state space are known, so the states in between are not computed.
     """
-    parts = delta_inputs(x, gates, heads, s)
+    parts = head_inputs(x, gates, heads, s)
     y = torch.empty(parts[2].shape, dtype=x.dtype, device=x.device)
     for first in range(0, len(x), CHUNK):
         chunk = slice(first, first + CHUNK)
@@ -81,11 +81,14 @@ def _in_chunks(x: Tensor, gates: Tensor, heads: DeltaHeads, s: Tensor) -> tuple[
         total = decay.cumsum(1)
         left = total.exp()[:, :, None]  # of the state before the chunk, at each token
         since = (total[:, :, None] - total[:, None, :]).tril().exp().tril()  # of each change
-        before = beta[:, :, None] * (k @ k.mT) * since  # on the diagonal: read as ones
-        change = torch.linalg.solve_triangular(
-            before, beta[:, :, None] * (v - left * (k @ s)), upper=False, unitriangular=True
-        )
+        change = beta[:, :, None] * v
+        if heads.skip is None:
+            before = beta[:, :, None] * (k @ k.mT) * since  # on the diagonal: read as ones
+            change -= beta[:, :, None] * left * (k @ s)
+            change = torch.linalg.solve_triangular(before, change, upper=False, unitriangular=True)
         out = left * (q @ s) + ((q @ k.mT) * since) @ change
+        if heads.skip is not None:
+            out += heads.skip[:, None, None] * v
         y[chunk] = out.transpose(0, 1).to(x.dtype)
         s = left[:, -1:] * s + (k * since[:, -1, :, None]).mT @ change
     return y.flatten(1), s
@@ -107,7 +110,7 @@ def _probabilities(logits: Tensor, temperature: Tensor, truncation: Truncation) 
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if weight.dtype != x.dtype:
+    if weight.dtype != x.dtype or weight.dim() > 1:
         return rms_norm(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
@@ -159,7 +162,7 @@ TORCH = replace(
     linear=_linear,
     experts=experts_by(_linear),
     linear_each=_linear_each,
-    gated_delta=gated_delta_by(_in_chunks),
+    recurrence=recurrence_by(_in_chunks),
     largest=_largest,
     probabilities=_probabilities,
     rms_norm=_rms_norm,

@@ -295,6 +295,7 @@ GEMMA4 = Architecture(
     Gemma4,
     layers=gemma4_layers,
     experts=gemma4_experts,
+    optional_experts=True,
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     qk_norm=True,

@@ -1,14 +1,25 @@
 """Granite 3 (IBM 2024): a Llama with scales of embedding, attention, residuals and logits; the
-smaller ones have routed experts. And Granite 4 (IBM 2025), if all its layers have attention."""
+smaller ones have routed experts. And Granite 4 (IBM 2025), in which most layers may be Mamba-2."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.decoder import Decoder, MakeFeedForward, NormedLayer, feed_forward
+from kvik.models import mamba2
+from kvik.models.decoder import (
+    AttentionBlock,
+    Decoder,
+    GroupedQueryAttention,
+    MakeAttention,
+    MakeFeedForward,
+    NormedLayer,
+    feed_forward,
+)
 from kvik.spec.declare import (
+    EXPERT_NAMES,
     SEPARATE,
     Architecture,
     ExpertNames,
@@ -21,7 +32,7 @@ from kvik.spec.declare import (
 )
 from kvik.spec.experts import MAX_EXPERTS, ExpertsSpec, normalised_router, read_experts
 from kvik.spec.fields import MAX_WIDTH, Fields
-from kvik.spec.layers import FULL, LayerSpec
+from kvik.spec.layers import LINEAR, LayerSpec, layer_types, layers_with_states
 from kvik.spec.model import ModelFacts, ModelScales
 from kvik.spec.rope import read_rope
 
@@ -43,6 +54,7 @@ SEPARATE_NAMES = ExpertNames(
     router=ROUTER,
     gate_up=(f"{SCOPE}.experts.{{}}.gate_proj", f"{SCOPE}.experts.{{}}.up_proj"),
     down=f"{SCOPE}.experts.{{}}.down_proj",
+    shared=NAMES.shared,
 )
 
 
@@ -56,13 +68,10 @@ def granite_feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedFor
 
 def shared_feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward:
     """Return the experts, or in layers without experts the shared MLP alone."""
-    if spec.layers[layer].experts is not None:
+    if spec.layers[layer].experts is not None or spec.wiring == SEPARATE:
         return granite_feed(spec, builder, layer)
     names, down = NAMES.shared_gate_up, NAMES.shared_down
-    inside = builder.at(NAMES.shared)
-    return inside.gated_mlp(
-        spec.hidden_size, spec.intermediate_size, bias=False, names=names, down=down
-    )
+    return feed_forward(spec, builder, layer, NAMES.shared, gate_up=names, down=down)
 
 
 class GraniteLayer(NormedLayer):
@@ -74,9 +83,10 @@ class GraniteLayer(NormedLayer):
         spec: ModelFacts,
         builder: LayerBuilder,
         layer: int,
+        attention: MakeAttention = GroupedQueryAttention,
         feed: MakeFeedForward = granite_feed,
     ) -> None:
-        super().__init__(spec, builder, layer, feed=feed)
+        super().__init__(spec, builder, layer, attention, feed)
         self.add = builder.scaled_sum(spec.scales.residual)
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
@@ -137,14 +147,36 @@ GRANITE_MOE = replace(
 )
 
 
-def attending_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Every layer sees all keys, with rotary positions if `position_embedding_type` is "rope"."""
-    types = fields.strings("layer_types") or ("mamba",) * layers
-    if len(types) != layers or set(types) - {"attention", FULL}:
-        reason = f"must be attention in all {layers} layers: mamba layers do not run here"
-        raise fields.error("layer_types", reason)
+SHARED = "shared_intermediate_size"
+KEYS = {
+    mamba2.HEADS: "mamba_n_heads",
+    mamba2.HEAD_DIM: "mamba_d_head",
+    mamba2.GROUPS: "mamba_n_groups",
+    mamba2.SIZE: "mamba_d_state",
+    mamba2.TAPS: "mamba_d_conv",
+    "shared_expert_intermediate_size": SHARED,
+}
+
+
+def granite4_mixer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> AttentionBlock:
+    """Return the Mamba-2 mixer or the attention of a layer."""
+    state = spec.layers[layer].state
+    if state is not None:
+        return mamba2.Mamba2(spec, builder.at("mamba"), layer, state)
+    return GroupedQueryAttention(spec, builder, layer)
+
+
+def granite4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Mamba-2, or attention to all keys, with rotary positions if `position_embedding_type` is
+    "rope"."""
     turns = fields.choice("position_embedding_type", ("nope", "rope"), "nope") == "rope"
-    return (LayerSpec(None, read_rope(fields, positions) if turns else None),) * layers
+    attends = LayerSpec(None, read_rope(fields, positions) if turns else None)
+    types = layer_types(fields, layers, other=LINEAR)
+    if LINEAR not in types:
+        return (attends,) * layers
+    inner = fields.integer("hidden_size", 1, MAX_WIDTH) * fields.integer("mamba_expand", 1, 64, 2)
+    state = mamba2.mamba2_state(fields, KEYS, "mamba_conv_bias", inner)
+    return layers_with_states(fields, attends, LINEAR, LayerSpec(state=state), types)
 
 
 def experts_and_shared(fields: Fields, layers: int) -> tuple[ExpertsSpec | None, ...]:
@@ -156,21 +188,55 @@ def experts_and_shared(fields: Fields, layers: int) -> tuple[ExpertsSpec | None,
 
 
 def shared_width(fields: Fields) -> int:
-    return fields.integer("shared_intermediate_size", 1, MAX_WIDTH, 1024)
+    return fields.integer(SHARED, 1, MAX_WIDTH, 1024)
+
+
+def granite4_parts(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
+    """Return the parts that files store separately, under the usual names."""
+    has_experts = any(layer.experts for layer in spec.layers)
+    width, names = spec.intermediate_size, EXPERT_NAMES
+    rows = range(width), range(width, 2 * width)
+    scope = NAMES.shared if has_experts else "mlp"
+    parts = {
+        f"{NAMES.shared}.{NAMES.shared_gate_up[0]}": tuple(
+            FilePart(f"{scope}.{name}", part)
+            for name, part in zip(names.shared_gate_up, rows, strict=True)
+        ),
+        f"{NAMES.shared}.{NAMES.shared_down}": (FilePart(f"{scope}.{names.shared_down}"),),
+    }
+    return parts | (file_parts(spec) if has_experts else {})
+
+
+def granite4_extra(spec: ModelFacts) -> dict[str, float | Sequence[int]]:
+    """Return what llama.cpp needs: the widths of the MLPs, and that there are no positions."""
+    shared = spec.intermediate_size
+    experts = (layer.experts.inner for layer in spec.layers if layer.experts)
+    return {
+        "feed_forward_length": next(experts, shared),
+        "expert_shared_feed_forward_length": shared,
+        "rope.scaling.finetuned": False,
+    }
 
 
 GRANITE4 = replace(
     GRANITE_MOE,
     name="GraniteMoeHybridForCausalLM",
     model_type="granitemoehybrid",
-    models="Granite 4 whose layers all attend",
-    make=partial(Decoder, make_layer=partial(GraniteLayer, feed=shared_feed)),
-    layers=attending_layers,
+    models="Granite 4",
+    make=partial(
+        Decoder,
+        make_layer=partial(GraniteLayer, attention=granite4_mixer, feed=shared_feed),
+    ),
+    layers=granite4_layers,
+    fixed={"mamba_proj_bias": False},
+    defaults={"mamba_n_groups": 1, "mamba_d_state": 256},
     experts=experts_and_shared,
+    optional_experts=True,
     inner=shared_width,
-    wiring=None,
-    gguf=None,
-    gguf_names={},
-    gguf_parts=None,
-    gguf_implied=None,
+    keys=KEYS,
+    gguf="granitehybrid",
+    gguf_names=gguf_experts("", SEPARATE_NAMES) | mamba2.gguf_mamba2("mamba"),
+    gguf_parts=granite4_parts,
+    gguf_shapes=partial(mamba2.gguf_mamba2_shapes, scope="mamba"),
+    gguf_extra=granite4_extra,
 )

@@ -31,7 +31,7 @@ from kvik.spec.fields import (
     Fields,
     read_json,
 )
-from kvik.spec.layers import SPARSE_ARCHITECTURES, check_layer_types, refuse_sparse
+from kvik.spec.layers import BLOCK_KINDS, SPARSE_ARCHITECTURES, check_layer_types, refuse_sparse
 from kvik.spec.model import DTYPE_BYTES, LinearLayers, ModelFacts, ModelScales
 from kvik.spec.pooling import JUDGE, MODULES, TOKENIZER, read_judge, read_modules, with_sentences
 from kvik.spec.rope import MAX_POSITIONS
@@ -60,7 +60,8 @@ class ModelSpec(ModelFacts):
         fields = Fields({**arch.defaults, **config}, where)
         key = {k: arch.keys.get(k, k) for k in _RENAMED}
         hidden = fields.integer(key["hidden_size"], 1, MAX_WIDTH)
-        layers = fields.integer(key["num_hidden_layers"], 1, MAX_LAYERS)
+        blocks = len(fields.strings(BLOCK_KINDS))  # transformers saves no number with it
+        layers = fields.integer(key["num_hidden_layers"], 1, MAX_LAYERS, blocks or None)
         heads = fields.integer(key["num_attention_heads"], 1, MAX_HEADS)
         positions = fields.integer(key["max_position_embeddings"], 1, MAX_POSITIONS)
         skipped = (

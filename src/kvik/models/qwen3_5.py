@@ -81,7 +81,7 @@ class GatedDeltaNet:
         else:
             self.gates = linear(B_A, outputs=(heads, heads), role="gates")
         self.conv = builder.causal_conv("conv1d", layer, state, silu=True)
-        self.delta = builder.gated_delta("A_log", "dt_bias", layer, state)
+        self.delta = builder.recurrence("A_log", "dt_bias", layer, state)
         self.norm = builder.rms_norm("norm", state.value_dim, spec.norm_eps, before="o")
         self.gated = builder.gated("silu")
         order = by_value_head(state, state.value_dim) if spec.wiring == BY_VALUE_HEAD else []
@@ -218,7 +218,7 @@ def qwen3_5_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSp
     if value_heads % key_heads:
         reason = f"must be a multiple of linear_num_key_heads ({key_heads}), not {value_heads}"
         raise fields.error("linear_num_value_heads", reason)
-    state = StateSpec.delta(
+    state = StateSpec.recurrent(
         key_heads,
         value_heads,
         fields.integer("linear_key_head_dim", 1, MAX_WIDTH, 128),

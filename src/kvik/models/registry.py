@@ -23,6 +23,7 @@ from kvik.models import (
     mixtral,
     modernbert,
     nemotron,
+    nemotron_h,
     olmo2,
     opt,
     phi,
@@ -36,8 +37,8 @@ from kvik.spec.declare import Architecture
 
 FILES = (
     *(llama, qwen3, stablelm, phi, glm4, qwen3_5, mixtral, olmo2, granite, gpt_oss, llama4),
-    *(deepseek, lfm2, ernie4_5, nemotron, qwen_vl, gpt_neox, gemma, gemma4, cohere, starcoder2),
-    *(falcon, opt, gpt2, bert, modernbert),
+    *(deepseek, lfm2, ernie4_5, nemotron, nemotron_h, qwen_vl, gpt_neox, gemma, gemma4, cohere),
+    *(starcoder2, falcon, opt, gpt2, bert, modernbert),
 )
 ARCHITECTURES: Mapping[str, Architecture] = {
     row.name: row for file in FILES for row in vars(file).values() if isinstance(row, Architecture)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from kvik.attention.base import AttentionBackend, AttentionSpec, HeadNorms, LatentUp
 from kvik.errors import ModelError, shown
-from kvik.kernels.ops import DeltaHeads, Gate, Ops
-from kvik.kernels.weights import Activation, MatrixSpec, float_kind
+from kvik.kernels.ops import Gate, Ops, StateHeads
+from kvik.kernels.weights import PAIRED, Activation, MatrixSpec, float_kind
 from kvik.nn.checkpoint import IN_RUNS, Checkpoint, Selection
 from kvik.nn.formats.base import LinearShape, WeightFormat
 from kvik.nn.formats.registry import choose_format
@@ -31,7 +31,6 @@ from kvik.nn.layers import (
     CausalConv,
     Embedding,
     Experts,
-    GatedDelta,
     GatedProduct,
     Heads,
     LatentAttention,
@@ -40,6 +39,7 @@ from kvik.nn.layers import (
     Linear,
     MatrixEmbedding,
     PooledHead,
+    Recurrence,
     RMSNorm,
     ScaledQueries,
     ScaledSum,
@@ -353,9 +353,9 @@ class Builder(LayerBuilder):
             names: of gate and up, or of one layer for both.
             down: name of the down projection.
         """
-        return self._gated(names, down, hidden, inner, bias, activation)
+        return self._mlp(names, down, hidden, inner, bias, activation)
 
-    def _gated(
+    def _mlp(
         self,
         names: tuple[str, ...],
         down: str,
@@ -363,22 +363,28 @@ class Builder(LayerBuilder):
         inner: int,
         bias: bool,
         activation: Activation,
+        *,
+        transposed: bool = False,
         mixed: bool = False,
         expert: tuple[int, int] | None = None,
     ) -> MLP:
-        """See `gated_mlp`.
+        """Return an MLP of this scope.
 
         Args:
+            names: of gate and up, of one layer for both, or without a gate of up.
+            transposed: float weights are stored [inputs, outputs].
             mixed: see `ExpertNames`.
             expert: see `MatrixSpec`.
         """
-        shapes = [LinearShape(hidden, 2 * inner // len(names), mixed)] * len(names)
+        rows = 2 * inner if activation in PAIRED else inner
+        transposed |= mixed
+        shapes = [LinearShape(hidden, rows // len(names), transposed)] * len(names)
         places = None
         if mixed:
-            rows = torch.arange(2 * inner)
-            places = rows % 2 * inner + rows // 2
+            order = torch.arange(rows)
+            places = order % 2 * inner + order // 2
         between = self._channels(inner, down)
-        gate_up = self._linear(
+        up = self._linear(
             names,
             shapes,
             bias=bias,
@@ -387,8 +393,9 @@ class Builder(LayerBuilder):
             expert=expert,
             between=between,
         )
-        last = LinearShape(inner, hidden, mixed)
-        return MLP(gate_up, self._down(down, last, bias, between, expert))
+        read = None if between is None else replace(between, read=True)
+        last = LinearShape(inner, hidden, transposed)
+        return MLP(up, self._linear((down,), [last], bias=bias, expert=expert, between=read))
 
     def _channels(self, inner: int, down: str) -> Between | None:
         """Return the channels between an MLP's matrices, to be divided only between groups of
@@ -397,17 +404,6 @@ class Builder(LayerBuilder):
             return None
         kind = matrix_kind(self.quantization, inner, [self._scheme(down)], head=False)
         return Between(inner, math.lcm(TILE, kind.group if kind and kind.group else 1))
-
-    def _down(
-        self,
-        name: str,
-        shape: LinearShape,
-        bias: bool,
-        between: Between | None,
-        expert: tuple[int, int] | None = None,
-    ) -> Linear:
-        between = None if between is None else replace(between, read=True)
-        return self._linear((name,), [shape], bias=bias, expert=expert, between=between)
 
     def mlp(
         self,
@@ -425,15 +421,8 @@ class Builder(LayerBuilder):
         Args:
             activation: by its name in config.json.
         """
-        between = self._channels(inner, down)
-        first = self._linear(
-            (up,),
-            [LinearShape(hidden, inner, transposed)],
-            bias=bias,
-            activation=MLP_ACTIVATIONS[activation],
-            between=between,
-        )
-        return MLP(first, self._down(down, LinearShape(inner, hidden, transposed), bias, between))
+        kind = MLP_ACTIVATIONS[activation]
+        return self._mlp((up,), down, hidden, inner, bias, kind, transposed=transposed)
 
     def experts(
         self,
@@ -467,7 +456,9 @@ class Builder(LayerBuilder):
         for expert in range(rule.experts):
             gate_up = tuple(name.format(expert) for name in names.gate_up)
             last, number = names.down.format(expert), (expert, rule.experts)
-            mlp = self._gated(gate_up, last, hidden, inner, bias, activation, names.mixed, number)
+            mlp = self._mlp(
+                gate_up, last, hidden, inner, bias, activation, mixed=names.mixed, expert=number
+            )
             up.append(mlp.up.matrix)
             down.append(mlp.down.matrix)
         for matrices in (up, down):
@@ -479,9 +470,8 @@ class Builder(LayerBuilder):
             column = LinearShape(hidden, 1)
             gate = self._linear((names.shared_gate,), [column], bias=False, exact=True)
         if spec.shared:
-            inside = self._at(names.shared)
-            shared = inside.gated_mlp(
-                hidden, spec.shared, bias=bias, names=names.shared_gate_up, down=names.shared_down
+            shared = self._at(names.shared)._mlp(
+                names.shared_gate_up, names.shared_down, hidden, spec.shared, bias, activation
             )
         experts = replace(self.ops.expert_set(up, down), weigh_inputs=rule.weigh_inputs)
         return Experts(self.ops, router, rule, correction, experts, shared, gate, scales)
@@ -616,6 +606,7 @@ class Builder(LayerBuilder):
         scale: float = 1.0,
         rope: RopeSpec | None = None,
         heads: int = 1,
+        groups: int = 1,
         tensor: str = "weight",
     ) -> RMSNorm:
         """Return an RMSNorm.
@@ -626,10 +617,13 @@ class Builder(LayerBuilder):
                 would lose most of the stored gain.
             rope: rotation of the normalised heads; see `heads` of the builder.
             heads: number of heads that `dim` covers.
+            groups: number of equal parts of `dim` that are normalised separately; x is [tokens,
+                groups, dim / groups], or [tokens, dim] if there is one.
         """
         places = _places(rope, heads, dim // heads)
         full = self._name(f"{name}.{tensor}")
-        return RMSNorm(self.ops, self._gain(full, dim, scale, offset, places, exact=True), eps)
+        gain = self._gain(full, dim, scale, offset, places, exact=True)
+        return RMSNorm(self.ops, gain if groups == 1 else gain.view(groups, -1), eps)
 
     def plain_norm(self, dim: int, eps: float) -> RMSNorm:
         """Return an RMSNorm without a gain."""
@@ -842,16 +836,20 @@ class Builder(LayerBuilder):
             offset = self._tensor(self._name(f"{name}.bias"), (channels,), "bias", self.dtype)
         return CausalConv(self.ops, weight, offset, self._state_of(layer), silu)
 
-    def gated_delta(self, decay: str, bias: str, layer: int, spec: StateSpec) -> GatedDelta:
-        """Return the gated delta net of a layer.
+    def recurrence(
+        self, decay: str, bias: str, layer: int, spec: StateSpec, *, skip: str = ""
+    ) -> Recurrence:
+        """Return the gated delta rule or the state space of a layer.
 
         Args:
-            decay, bias: names of the learned decay parameters of the heads; see `DeltaHeads`.
+            decay, bias, skip: names of the learned parameters of the heads; see `StateHeads`.
         """
-        size = (spec.value_heads,)
-        rates, offsets = (self._tensor(self._name(name), size, "bias") for name in (decay, bias))
-        heads = DeltaHeads(rates, offsets, spec.key_heads)
-        return GatedDelta(self.ops, heads, self._state_of(layer))
+        rates, offsets, *skips = (
+            self._tensor(self._name(name), (spec.value_heads,), "bias")
+            for name in filter(None, (decay, bias, skip))
+        )
+        heads = StateHeads(rates, offsets, spec.key_heads, *skips)
+        return Recurrence(self.ops, heads, self._state_of(layer))
 
     def _state_of(self, layer: int) -> int:
         return self._states.setdefault(layer, len(self._states))

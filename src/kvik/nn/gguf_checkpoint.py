@@ -72,7 +72,7 @@ def changes(spec: ModelSpec, family: Architecture) -> dict[str, Change]:
         names = [f"{name}.{last}" for name in linear.names for last in ("weight", "bias")]
         if linear.by_head:
             result |= dict.fromkeys(names, by_kind)
-        elif linear.role == "qkv" and family.gguf_pairs:
+        elif linear.role == "qkv" and family.gguf_pairs and spec.layers[linear.layer or 0].attends:
             result |= dict.fromkeys(names[:4], pairs)  # of q and k
     for norm in spec.declaration.norms:
         if norm.offset:
@@ -95,6 +95,18 @@ def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     result = {other.name: other.shape for other in spec.declaration.others if other.shape}
     gates = (linear for linear in spec.declaration.linears if linear.role == "shared_gate")
     return result | {f"{gate.names[0]}.weight": (1, gate.inputs) for gate in gates}
+
+
+def file_shapes(spec: ModelSpec, family: Architecture) -> dict[str, tuple[int, ...]]:
+    """Return the shapes in files of tensors with other dimensions, by their names in checkpoints,
+    where they are vectors."""
+    block = spec.declaration.block
+    of_block = {} if family.gguf_shapes is None else family.gguf_shapes(spec)
+    return {
+        block.format(number) + name: shape
+        for number in range(spec.num_layers)
+        for name, shape in of_block.items()
+    }
 
 
 def _moved(order: Tensor, change: Change | None) -> Change:
@@ -253,9 +265,13 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     """
     file = read_gguf(path)
     spec = gguf_model_spec(file)
-    made, full_shapes = changes(spec, family_of(file.metadata)), shapes(spec)
+    family = family_of(file.metadata)
+    made, full_shapes = changes(spec, family), shapes(spec)
+    flat = {name: (prod(shape),) for name, shape in file_shapes(spec, family).items()}
     tensors = {
-        name: replace(tensor, shape=_stored_shape(tensor.shape, full_shapes.get(name)))
+        name: replace(
+            tensor, shape=_stored_shape(tensor.shape, full_shapes.get(name), flat.get(name))
+        )
         for name, tensor in named_tensors(file)
         if tensor.name not in (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
     }
@@ -265,9 +281,13 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     return GgufCheckpoint(file, tensors, made)
 
 
-def _stored_shape(shape: tuple[int, ...], target: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Return the shape in a checkpoint: with the dimensions of size 1 of `target`, and the matrices
-    of all heads joined."""
+def _stored_shape(
+    shape: tuple[int, ...], target: tuple[int, ...] | None, flat: tuple[int, ...] | None
+) -> tuple[int, ...]:
+    """Return the shape in a checkpoint: that of the vector `flat`, or with the dimensions of size 1
+    of `target`, and the matrices of all heads joined."""
+    if flat is not None and prod(shape) == flat[0]:
+        return flat
     if target is not None and [n for n in shape if n > 1] == [n for n in target if n > 1]:
         return target
     return (prod(shape[:-1]), shape[-1]) if len(shape) > 2 else shape

@@ -22,7 +22,7 @@ from kvik.nn.checkpoint import IN_RUNS, WHOLE, Checkpoint
 from kvik.nn.formats.bits import unpack_nibbles
 from kvik.nn.formats.fp4 import BLOCKS, SCALES
 from kvik.nn.gguf_blocks import FLOAT_TYPES, mxfp4_rows
-from kvik.nn.gguf_checkpoint import changes, shapes
+from kvik.nn.gguf_checkpoint import changes, file_shapes, shapes
 from kvik.nn.loader import torch_threads
 from kvik.nn.safetensors import TORCH_DTYPES, TensorEntry
 from kvik.spec.declare import SEPARATE, FilePart
@@ -352,6 +352,7 @@ def _sources(checkpoint: Checkpoint, spec: ModelSpec) -> Iterator[_Source]:
     names, entries = family.gguf_names, checkpoint.entries
     made = {text_name(name): change for name, change in changes(spec, family).items()}
     full_shapes = {text_name(name): shape for name, shape in shapes(spec).items()}
+    in_file = {text_name(name): shape for name, shape in file_shapes(spec, family).items()}
     of_file = family.gguf_parts
     parts = {} if of_file is None or spec.wiring == SEPARATE else of_file(spec)
     block = text_name(declared.block)
@@ -379,8 +380,8 @@ def _sources(checkpoint: Checkpoint, spec: ModelSpec) -> Iterator[_Source]:
             continue
         if name is None or not TORCH_DTYPES[entry.dtype].is_floating_point:
             raise _no_place(stored, entry)
-        change, shape = made.get(hf), entry.shape
-        if change is not None and shape[0] % change.unit:
+        change, shape = made.get(hf), in_file.get(hf, entry.shape)
+        if change is not None and entry.shape[0] % change.unit:
             raise ModelError("model", f"tensor {shown(stored)} {change.reason}")
         if shape == full_shapes.get(hf):
             shape = tuple(size for size in shape if size > 1)

@@ -133,8 +133,8 @@ class LayerStates:
     Attributes:
         convolved: [rows, width - 1 + most drafts, channels] fp32, inputs of its convolution: the
             last of known tokens, then those of drafts.
-        matrices: [rows, value_heads, key_dim, value_dim] fp32, of its gated delta net, if any.
-        log: [rows, most drafts, channels + 2 * value_heads] fp32, inputs of the delta net.
+        matrices: [rows, value_heads, key_dim, value_dim] fp32, of its recurrence, if any.
+        log: [rows, most drafts, channels + gates] fp32, inputs of the recurrence.
     """
 
     convolved: torch.Tensor

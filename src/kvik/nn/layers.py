@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvik.attention.base import Attend, AttendLatent, AttentionBackend, AttentionSpec, LatentUp
-from kvik.kernels.ops import DeltaHeads, Gate, Ops
+from kvik.kernels.ops import Gate, Ops, StateHeads
 from kvik.kernels.weights import Activation, ExpertSet, Matrix
 from kvik.nn.rope import Rope
 from kvik.spec.declare import ForwardContext
@@ -221,18 +221,18 @@ class CausalConv:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDelta:
-    """The gated delta rule (Yang et al. 2024) of one layer."""
+class Recurrence:
+    """The gated delta rule (Yang et al. 2024) or the state space (Dao and Gu 2024) of one layer."""
 
     ops: Ops
-    heads: DeltaHeads
+    heads: StateHeads
     position: int  # among the layers that keep a state
 
     def __call__(self, x: Tensor, gates: Tensor, ctx: ForwardContext) -> Tensor:
-        """x [tokens, channels], gates [tokens, 2 * value_heads] -> [tokens, value_heads *
+        """x [tokens, channels], gates [tokens, 1 or 2 * value_heads] -> [tokens, value_heads *
         value_dim]."""
         states, sequences = ctx.states[self.position], ctx.metadata[0].layout.sequences
-        return self.ops.gated_delta(x, gates, self.heads, states.matrices, states.log, sequences)
+        return self.ops.recurrence(x, gates, self.heads, states.matrices, states.log, sequences)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ class MatrixGroup:
         role: "embedding", "positions", "qkv", "o", "gate_up", "down", "head"; with experts
             "router", "expert_gate_up", "expert_down", and "shared_gate_up", "shared_down" with
             their "shared_gate"; with MLA "q_down", "q_up", "kv_down", "kv_up"; with gated delta
-            nets "gates"; "up" where the MLP has no gate; "" for the projection between layers and
-            an embedding that is narrower.
+            nets "gates"; "up" in place of "gate_up" where there is no gate; "" for the projection
+            between layers and an embedding that is narrower.
         count: matrices in the whole model: layers, times experts where routed.
         experts: per layer, `active` of them per token; 0: every token uses the matrix.
         multiplied: False for a lookup table.
@@ -77,7 +77,7 @@ class LayerShape:
 
     Attributes:
         other_parameters: norms and biases, which keep the dtype.
-        cache: None: the layer has a state, or reads the cache of layer `kv_from`.
+        cache: None: the layer has no attention, or reads the cache of layer `kv_from`.
         state_bytes: bytes per request, of any length, that it keeps in place of K and V.
         state_flops: operations per token on the state.
     """

@@ -70,7 +70,7 @@ class Fold:
 # Roles that read the norm before an MLP or experts; roles that all tokens use come first.
 FEED: tuple[Role, ...] = (
     *("router", "shared_gate"),
-    *("gate_up", "up", "shared_gate_up", "expert_gate_up"),
+    *("gate_up", "up", "shared_gate_up", "shared_up", "expert_gate_up", "expert_up"),
 )
 GATED = {"gate_up": "down", "shared_gate_up": "shared_down", "expert_gate_up": "expert_down"}
 KEPT = UNQUANTISED | {"gates"}  # roles of layers that stay floats
@@ -128,7 +128,7 @@ def _values(spec: ModelSpec, layer: int) -> tuple[str, Tensor, Tensor] | None:
     """Return the layer in whose outputs the inputs of a block's output projection are linear, as
     source, channels and outputs of a `Fold`; None: there is none."""
     latent, state = spec.layers[layer].latent, spec.layers[layer].state
-    if spec.family.value_norm:
+    if spec.family.value_norm or spec.layers[layer].feeds:
         return None
     heads, (kv_heads, size) = spec.num_heads, spec.heads(spec.layers[layer])
     declared = spec.declaration

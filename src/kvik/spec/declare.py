@@ -40,9 +40,11 @@ Role = Literal[
     "down",
     "router",
     "expert_gate_up",
+    "expert_up",
     "expert_down",
     "shared_gate",
     "shared_gate_up",
+    "shared_up",
     "shared_down",
     "head",
     "embedding",
@@ -101,6 +103,7 @@ class Architecture:
         make: the constructor of its network.
         layers: reads the facts that differ between layers.
         experts: reads which layers have routed experts; None: no layer.
+        optional_experts: some of its models have no layer with experts.
         qkv_bias, o_bias, mlp_bias, head_bias, qk_norm: a fact, or the config.json key that decides
             (false if absent).
         value_norm: heads of values are normalised.
@@ -126,6 +129,7 @@ class Architecture:
             none.
         fixed: keys with the only supported value; another value would change the arithmetic.
         gguf: `general.architecture` of its GGUF files; None: none exist.
+        gguf_experts: the same of its models with experts; "": no other.
         gguf_marker: if several architectures share the name `gguf`: a metadata key and its least
             value in files of this one, and a flag that decides where files lack the key; (): the
             architecture of files without the others' keys.
@@ -138,6 +142,7 @@ class Architecture:
             {} is the number of an expert.
         gguf_rows: tensors of a block whose rows are in another order in files, with the row of the
             checkpoint at each place.
+        gguf_shapes: tensors of a block that have other dimensions in files, with their sizes.
         gguf_by_kind: files have separate keys for heads and positions of layers with a window.
         gguf_characters: `tokenizer.ggml.model` of its tokenizers over characters: "llama", with
             scores, or another one, with merges.
@@ -156,6 +161,7 @@ class Architecture:
     make: Callable[[ModelFacts, LayerBuilder], Network]
     layers: LayerRule = rotary_layers
     experts: ExpertsRule | None = None
+    optional_experts: bool = False
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
@@ -181,11 +187,13 @@ class Architecture:
     inside: str = ""
     fixed: Mapping[str, bool] = field(default_factory=dict)
     gguf: str | None = None
+    gguf_experts: str = ""
     gguf_marker: tuple[str, int, str] | tuple[()] = ()
     gguf_names: Mapping[str, str] = field(default_factory=dict)
     gguf_pairs: bool = False
     gguf_parts: Callable[[ModelFacts], Mapping[str, tuple[FilePart, ...]]] | None = None
     gguf_rows: Callable[[ModelFacts], Mapping[str, Sequence[int]]] | None = None
+    gguf_shapes: Callable[[ModelFacts], Mapping[str, tuple[int, ...]]] | None = None
     gguf_by_kind: bool = False
     gguf_characters: str = "llama"
     gguf_log_scale: float = 0.0
@@ -299,9 +307,9 @@ HeadsLayer: TypeAlias = "Callable[[Tensor, ForwardContext], list[Tensor]]"
 ScaledQueriesLayer: TypeAlias = "Callable[[Tensor, ForwardContext], Tensor]"
 # x [tokens, channels] -> [tokens, channels]; reads and writes the states
 StateLayer: TypeAlias = "Callable[[Tensor, ForwardContext], Tensor]"
-# x [tokens, channels], gates [tokens, 2 * value_heads] -> [tokens, value_heads * value_dim]; reads
-# and writes the states
-DeltaLayer: TypeAlias = "Callable[[Tensor, Tensor, ForwardContext], Tensor]"
+# x [tokens, channels], gates [tokens, 1 or 2 * value_heads] -> [tokens, value_heads * value_dim];
+# reads and writes the states
+RecurrentLayer: TypeAlias = "Callable[[Tensor, Tensor, ForwardContext], Tensor]"
 # x, residual [tokens, hidden] -> residual + x times a constant
 Sum: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 # x, gate [tokens, dim] -> x times a function of gate
@@ -391,6 +399,7 @@ class ExpertNames:
     Attributes:
         router: of the matrix that computes the logits.
         gate_up, down: of an expert's matrices; {} is its number. Gate and up may be one.
+        gated: experts have a gate; else `gate_up` and `shared_gate_up` are up alone.
         correction: of the router's correction.
         correction_row: the correction has shape [1, experts].
         shared: scope of the shared expert.
@@ -403,6 +412,7 @@ class ExpertNames:
     router: str = "gate"
     gate_up: tuple[str, ...] = ("experts.{}.gate_proj", "experts.{}.up_proj")
     down: str = "experts.{}.down_proj"
+    gated: bool = True
     correction: str = "gate.e_score_correction_bias"
     correction_row: bool = False
     shared: str = "shared_experts"
@@ -417,9 +427,9 @@ EXPERT_NAMES = ExpertNames()
 
 
 def gguf_experts(scope: str, names: ExpertNames = EXPERT_NAMES) -> dict[str, str]:
-    """Return the rows of `Architecture.gguf_names` for experts in a scope, whose gate and up have
-    two names."""
-    at, parts = f"{scope}." if scope else "", ("gate", "up", "down")
+    """Return the rows of `Architecture.gguf_names` for experts in a scope, whose gate and up, if
+    they have a gate, have two names."""
+    at, parts = f"{scope}." if scope else "", ("gate", "up", "down")[0 if names.gated else 1 :]
     routed = zip(parts, (*names.gate_up, names.down), strict=True)
     shared = zip(parts, (*names.shared_gate_up, names.shared_down), strict=True)
     return {
@@ -721,14 +731,16 @@ class LayerBuilder:
             self._other(names.correction, router.experts)
         if router.scaled:
             self._other(names.scales, router.experts)
-        widths = (2 * inner // len(names.gate_up),) * len(names.gate_up)
+        up: Role = "expert_gate_up" if names.gated else "expert_up"
+        copies, parts = 2 if names.gated else 1, len(names.gate_up)
+        widths = (copies * inner // parts,) * parts
         kinds: tuple[tuple[Role, tuple[str, ...], int, tuple[int, ...]], ...] = (
-            ("expert_gate_up", tuple(map(self._name, names.gate_up)), hidden, widths),
+            (up, tuple(map(self._name, names.gate_up)), hidden, widths),
             ("expert_down", (self._name(names.down),), inner, (hidden,)),
         )
         for expert in range(router.experts):
-            for role, parts, inputs, outputs in kinds:
-                full = tuple([part.format(expert) for part in parts])
+            for role, of_expert, inputs, outputs in kinds:
+                full = tuple([name.format(expert) for name in of_expert])
                 linear = DeclaredLinear(
                     self._layer, role, full, inputs, outputs, bias, router=router, mixed=names.mixed
                 )
@@ -737,9 +749,10 @@ class LayerBuilder:
             self.linear(names.shared_gate, hidden, 1, bias=False, role="shared_gate")
         if spec.shared:
             shared = self.at(names.shared)
-            gate_up = names.shared_gate_up
-            widths = (2 * spec.shared // len(gate_up),) * len(gate_up)
-            shared.linear(gate_up, hidden, widths, bias=bias, role="shared_gate_up")
+            up = "shared_gate_up" if names.gated else "shared_up"
+            parts = len(names.shared_gate_up)
+            widths = (copies * spec.shared // parts,) * parts
+            shared.linear(names.shared_gate_up, hidden, widths, bias=bias, role=up)
             shared.linear(names.shared_down, spec.shared, hidden, bias=bias, role="shared_down")
         return _LISTED
 
@@ -800,6 +813,7 @@ class LayerBuilder:
         scale: float = 1.0,
         rope: RopeSpec | None = None,
         heads: int = 1,
+        groups: int = 1,
         tensor: str = "weight",
     ) -> Norm:
         norm = DeclaredNorm(self._layer, self._name(name), dim, False, before, offset)
@@ -891,9 +905,13 @@ class LayerBuilder:
             self._other(f"{name}.bias", spec.channels)
         return _LISTED
 
-    def gated_delta(self, decay: str, bias: str, layer: int, spec: StateSpec) -> DeltaLayer:
+    def recurrence(
+        self, decay: str, bias: str, layer: int, spec: StateSpec, *, skip: str = ""
+    ) -> RecurrentLayer:
         self._other(decay, spec.value_heads, logarithm=True)
         self._other(bias, spec.value_heads)
+        if skip:
+            self._other(skip, spec.value_heads)
         return _LISTED
 
     def _other(

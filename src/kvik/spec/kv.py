@@ -18,9 +18,11 @@ class StateSpec:
 
     Attributes:
         channels, width: of a short convolution, which keeps the last width - 1 inputs.
-        bias: the convolution and its projections have biases.
-        key_heads, value_heads, key_dim, value_dim: of a gated delta net after it, which keeps a
-            matrix [key_dim, value_dim] for each value head; all 0: none.
+        bias: the convolution has biases.
+        key_heads, value_heads, key_dim, value_dim: of a recurrence after it, which keeps a matrix
+            [key_dim, value_dim] for each value head; all 0: none.
+        gates: numbers that each value head reads per token: 2 in a gated delta net, 1 in a state
+            space.
         drafts: most drafts in a step, whose inputs it keeps until they are accepted or rejected.
     """
 
@@ -31,19 +33,27 @@ class StateSpec:
     value_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
+    gates: int = 0
     drafts: int = 0
 
     @staticmethod
-    def delta(
-        key_heads: int, value_heads: int, key_dim: int, value_dim: int, width: int
+    def recurrent(
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        width: int,
+        *,
+        gates: int = 2,
+        bias: bool = False,
     ) -> StateSpec:
-        """Return the state of a gated delta net, whose queries, keys and values are convolved."""
+        """Return the state of a layer whose queries, keys and values are convolved."""
         channels = 2 * key_heads * key_dim + value_heads * value_dim
-        return StateSpec(channels, width, False, key_heads, value_heads, key_dim, value_dim)
+        return StateSpec(channels, width, bias, key_heads, value_heads, key_dim, value_dim, gates)
 
     @property
     def values(self) -> int:
-        """Width of the values of all heads of the delta net."""
+        """Width of the values of all heads of the recurrence."""
         return self.value_heads * self.value_dim
 
     @property
@@ -53,13 +63,13 @@ class StateSpec:
 
     @property
     def matrices(self) -> int:
-        """Numbers in the matrices of the delta net."""
+        """Numbers in the matrices of the recurrence."""
         return self.key_dim * self.values
 
     @property
     def logged(self) -> int:
-        """Numbers that the delta net keeps of drafts: its inputs and gates."""
-        return self.drafts * (self.channels + 2 * self.value_heads) if self.value_heads else 0
+        """Numbers that the recurrence keeps of drafts: its inputs and gates."""
+        return self.drafts * (self.channels + self.gates * self.value_heads) if self.gates else 0
 
     @property
     def size(self) -> int:
@@ -68,15 +78,16 @@ class StateSpec:
 
     @property
     def flops(self) -> int:
-        """Operations per token: of the convolution, and of the delta rule, in which each number of
-        the matrices decays, is multiplied by a key, updated, and multiplied by a query."""
-        return 2 * self.width * self.channels + 7 * self.key_dim * self.values
+        """Operations per token: of the convolution, and of the recurrence, in which each number of
+        the matrices decays, is updated, and is multiplied by a query, and by the delta rule also by
+        a key."""
+        return 2 * self.width * self.channels + (3 + 2 * self.gates) * self.matrices
 
     @property
     def step_width(self) -> int:
         """Upper bound of numbers per token that a step holds, without the residual stream."""
         if self.value_heads:
-            return 2 * self.channels + 4 * self.values + 2 * self.value_heads
+            return 2 * self.channels + 4 * self.values + self.gates * self.value_heads
         return 6 * self.channels
 
 

@@ -37,8 +37,12 @@ SPARSE_ARCHITECTURES: Mapping[str, str] = {
     "DeepseekV4ForCausalLM": COMPRESSED,
 }
 LINEAR, CONV = "linear_attention", "conv"
+MLP, EXPERTS = "mlp", "moe"  # of layers without attention or state
+BLOCK_KINDS = "layers_block_type"  # key of models that have such layers, in place of `layer_types`
+# Other names in `layer_types`, in old files.
+LEGACY_TYPES: Mapping[str, str] = {"attention": FULL, "mamba": LINEAR}
 # Names in `layer_types` of layers that keep a state, and of layers that attend to all visible keys.
-STATE_TYPES, ATTENDING_TYPES = (LINEAR, CONV), (FULL, SLIDING, "attention")
+STATE_TYPES, ATTENDING_TYPES = (LINEAR, CONV), (FULL, SLIDING)
 DEFAULT_WINDOW = 4096  # of transformers, when the key is left out; null means no window
 # Of a row of the cache: latent and rotary key of DeepSeek-V3 (csrc/kv_cache.hpp).
 MAX_LATENT_WIDTH = 576
@@ -93,7 +97,8 @@ class LayerSpec:
         rope: rotary positions of queries and keys; None: none.
         experts: of its feed-forward part; None: a plain MLP.
         latent: latent attention; None: keys and values of heads.
-        state: kept per request in place of keys and values; None: the layer has attention.
+        state: kept per request in place of keys and values; None: the layer has none.
+        feeds: it has an MLP or experts alone, neither attention nor a state.
         head_dim, kv_heads: head dimension and number of KV heads; None: the model's.
         kv_from: earlier layer whose keys and values it reads; None: it has its own.
         value_is_key: it has no value projection; values are the keys before norm and rotation.
@@ -110,6 +115,7 @@ class LayerSpec:
     experts: ExpertsSpec | None = None
     latent: LatentSpec | None = None
     state: StateSpec | None = None
+    feeds: bool = False
     head_dim: int | None = None
     kv_heads: int | None = None
     kv_from: int | None = None
@@ -119,6 +125,10 @@ class LayerSpec:
     query_scale: QueryScale | None = None
     bidirectional: int | None = None
     budget: Budget | None = None
+
+    @property
+    def attends(self) -> bool:
+        return self.state is None and not self.feeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +302,7 @@ def check_layer_types(fields: Fields, rules: Sequence[LayerSpec]) -> None:
     Raises:
         ModelError: a kind is unknown to kvik, or not that of the layer.
     """
-    for layer, kind in zip(rules, fields.strings("layer_types"), strict=False):
+    for layer, kind in zip(rules, _types(fields), strict=False):
         allowed: tuple[str, ...]
         if layer.state is not None:
             allowed = STATE_TYPES
@@ -344,13 +354,18 @@ def layer_types(
     """
     if every and "layer_types" not in fields:
         return tuple(FULL if (i + 1) % every == 0 else other for i in range(layers))
-    types = fields.strings("layer_types")
+    types = _types(fields)
     if len(types) != layers:
         raise fields.error("layer_types", f"must have {layers} entries, not {len(types)}")
     for kind in types:
         if kind not in (FULL, other):
             raise fields.error("layer_types", f"must hold {FULL} or {other}, not {shown(kind)}")
     return types
+
+
+def _types(fields: Fields) -> tuple[str, ...]:
+    """Return `layer_types` by their new names."""
+    return tuple(LEGACY_TYPES.get(kind, kind) for kind in fields.strings("layer_types"))
 
 
 def typed_windows(fields: Fields, layers: int, window: Window | None) -> tuple[Window | None, ...]:

@@ -145,7 +145,7 @@ class ModelFacts:
     @cached_property
     def last_attending(self) -> int:
         """The last layer with attention."""
-        return max(i for i, layer in enumerate(self.layers) if layer.state is None)
+        return max(i for i, layer in enumerate(self.layers) if layer.attends)
 
     @cached_property
     def cached_layers(self) -> tuple[LayerSpec, ...]:
@@ -206,7 +206,7 @@ class ModelFacts:
     @cached_property
     def head_dims(self) -> tuple[int, ...]:
         """The distinct head dimensions of layers with attention."""
-        attending = (self.heads(layer)[1] for layer in self.layers if layer.state is None)
+        attending = (self.heads(layer)[1] for layer in self.layers if layer.attends)
         return tuple(dict.fromkeys(attending))
 
     @cached_property
@@ -249,8 +249,8 @@ class ModelFacts:
         return self.layers[0].latent if self.layers else None
 
     def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec | None]:
-        """Return what each layer stores per token, at `dtype_bytes` for each number; None: it keeps
-        a state, or reads another layer's keys and values."""
+        """Return what each layer stores per token, at `dtype_bytes` for each number; None: it has
+        no attention, or reads another layer's keys and values."""
         if self.fallback is not None:  # the first layer counts for all
             return [_counted(self.fallback, dtype_bytes), *[None] * (self.num_layers - 1)]
         readers = Counter(layer.kv_from for layer in self.layers)
@@ -263,7 +263,7 @@ class ModelFacts:
         ]
 
     def _kv_spec(self, layer: LayerSpec, dtype_bytes: int, readers: int) -> KVCacheSpec | None:
-        if layer.state is not None or layer.kv_from is not None:
+        if not layer.attends or layer.kv_from is not None:
             return None
         kv_heads, head_dim = self.heads(layer)
         size = kv_heads * head_dim * dtype_bytes
@@ -283,7 +283,7 @@ class ModelFacts:
 
     @cached_property
     def states(self) -> tuple[StateSpec, ...]:
-        """The states of the layers without attention, in order."""
+        """The states of the layers that keep one, in order."""
         return tuple(layer.state for layer in self.layers if layer.state)
 
     @property

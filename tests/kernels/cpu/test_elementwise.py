@@ -110,6 +110,7 @@ def added(x: Tensor) -> dict[str, Value]:
 
 
 IN_ONE_ROW: dict[str, Value] = {"x_inner_stride": 0, "y_inner_stride": 0, "inner": 1}
+IN_ONE_ROW["weight_stride"] = 0
 rms_norm = Operation(
     "rms_norm",
     lambda x: IN_ONE_ROW | {"weight": weight_of(x), "weight_dtype": x.dtype, "eps": 1e-5},
@@ -268,8 +269,8 @@ def test_rms_norm_of_heads_within_rows(runtime: Runtime, dtype: torch.dtype) -> 
     out = Poisoned(rows, heads, dim + 1, dtype=dtype, gap=7)
     call(
         runtime, "rms_norm", x=source, x_stride=stride, x_inner_stride=64, weight=weight,
-        y=out.view, y_stride=out.stride, y_inner_stride=dim + 1, rows=rows, inner=heads, dim=dim,
-        eps=1e-5, dtype=dtype, weight_dtype=dtype,
+        weight_stride=0, y=out.view, y_stride=out.stride, y_inner_stride=dim + 1, rows=rows,
+        inner=heads, dim=dim, eps=1e-5, dtype=dtype, weight_dtype=dtype,
     )  # fmt: skip
     flat = source[:, :, :dim].reshape(rows * heads, dim)
     expected = expected_rms_norm(flat).view(rows, heads, dim)
@@ -285,8 +286,9 @@ def test_rms_norm_in_place(runtime: Runtime, dtype: torch.dtype) -> None:
     x, weight = normal(3, 77, dtype=dtype), normal(77, seed=7, dtype=dtype)
     expected = rms_norm(runtime, x)
     call(
-        runtime, "rms_norm", x=x, x_stride=77, x_inner_stride=0, weight=weight, y=x, y_stride=77,
-        y_inner_stride=0, rows=3, inner=1, dim=77, eps=1e-5, dtype=dtype, weight_dtype=dtype,
+        runtime, "rms_norm", x=x, x_stride=77, x_inner_stride=0, weight=weight, weight_stride=0,
+        y=x, y_stride=77, y_inner_stride=0, rows=3, inner=1, dim=77, eps=1e-5, dtype=dtype,
+        weight_dtype=dtype,
     )  # fmt: skip
     assert torch.equal(x, expected)
 

@@ -98,7 +98,7 @@ def test_layers_that_keep_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "config.json").write_text(json.dumps(small(**changes)))
     expected = tokens(tmp_path, kernels="torch", attention_backend="reference")
     calls = []
-    for name in ("gated_kernel", "causal_conv_kernel", "gated_delta_kernel"):
+    for name in ("gated_kernel", "causal_conv_kernel", "recurrence_kernel"):
         monkeypatch.setattr(states, name, Counted(getattr(states, name), calls))
     interpret_engines(monkeypatch)
     assert tokens(tmp_path, kernels="torch") == expected

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvik.kernels.cpu.experts import CpuExperts
 from kvik.kernels.cpu.matrix import CpuMatrices
 from kvik.kernels.cpu.native import Argument, Native
-from kvik.kernels.ops import DeltaHeads, Draws, Gate, Masks, Ops, Penalties, Sequences, Truncation
+from kvik.kernels.ops import Draws, Gate, Masks, Ops, Penalties, Sequences, StateHeads, Truncation
 from kvik.kernels.torch_ops import TORCH, with_torch_for_others
 from kvik.kernels.weights import ACTIVATIONS, PAIRED, Activation
 
@@ -54,7 +54,7 @@ def native_ops(native: Native) -> Ops:
         softcap=operations.softcap,
         gated=operations.gated,
         causal_conv=operations.causal_conv,
-        gated_delta=operations.gated_delta,
+        recurrence=operations.recurrence,
         store_kv=TORCH.store_kv,
         copy_blocks=TORCH.copy_blocks,
     )
@@ -120,9 +120,7 @@ class _Operations:
         return self._normalised("rms_norm", x, weight, eps, {"weight_dtype": weight.dtype})
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        stride = weight.shape[-1] if weight.dim() == 2 else 0
-        more: dict[str, Argument] = {"bias": bias, "weight_stride": stride}
-        return self._normalised("layer_norm", x, weight, eps, more)
+        return self._normalised("layer_norm", x, weight, eps, {"bias": bias})
 
     def _normalised(
         self, kernel: str, x: Tensor, weight: Tensor, eps: float, more: Mapping[str, Argument]
@@ -133,6 +131,7 @@ class _Operations:
             x=x,
             x_inner_stride=x.stride(-2),
             weight=weight,
+            weight_stride=weight.shape[-1] if weight.dim() == 2 else 0,
             y=y,
             y_inner_stride=y.stride(-2),
             inner=x.shape[1] if x.dim() == 3 else 1,  # heads, each normalised separately
@@ -248,11 +247,11 @@ class _Operations:
         )
         return y
 
-    def gated_delta(
+    def recurrence(
         self,
         x: Tensor,
         gates: Tensor,
-        heads: DeltaHeads,
+        heads: StateHeads,
         state: Tensor,
         log: Tensor,
         sequences: Sequences,
@@ -260,11 +259,12 @@ class _Operations:
         _, value_heads, key_dim, value_dim = state.shape
         y = self.native.empty(x.shape[0], value_heads * value_dim, dtype=x.dtype)
         self.native.launch(
-            "gated_delta",
+            "recurrence",
             x=x,
             gates=gates,
             decay=heads.decay,
             bias=heads.bias,
+            skip=heads.skip,
             state=state,
             log=log,
             **self._places(sequences),

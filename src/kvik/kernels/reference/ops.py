@@ -12,7 +12,7 @@ from kvik.kernels.fp8 import round_activations
 from kvik.kernels.ops import Gate, Ops
 from kvik.kernels.reference.draw import draw, mask, penalize, probabilities
 from kvik.kernels.reference.experts import expert_set, experts_by, route
-from kvik.kernels.reference.states import causal_conv, gated_delta
+from kvik.kernels.reference.states import causal_conv, recurrence
 from kvik.kernels.rounding import round_tokens
 from kvik.kernels.weights import (
     DTYPES,
@@ -33,7 +33,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019).
 
     Args:
-        x: [..., dim]. weight: [dim].
+        x: [..., dim]. weight: [dim], or [heads, dim] of x [tokens, heads, dim].
     """
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -330,7 +330,7 @@ REFERENCE = Ops(
     softcap=softcap,
     gated=gated,
     causal_conv=causal_conv,
-    gated_delta=gated_delta,
+    recurrence=recurrence,
     store_kv=store_kv,
     copy_blocks=copy_blocks,
 )

@@ -1,4 +1,5 @@
-"""Layers that keep a state: a short convolution, and the gated delta rule, token by token."""
+"""Layers that keep a state: a short convolution, and the gated delta rule or a state space, token
+by token."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvik.kernels.ops import DeltaHeads, Sequences
+from kvik.kernels.ops import Sequences, StateHeads
 
 NORM_EPS = 1e-6  # of the norms of queries and keys
 
@@ -40,16 +41,16 @@ def causal_conv(
 
 # Of one sequence: x, gates, state before them -> outputs [tokens, value_heads * value_dim] of the
 # dtype of x, and the state after them.
-DeltaRule = Callable[[Tensor, Tensor, DeltaHeads, Tensor], tuple[Tensor, Tensor]]
+Rule = Callable[[Tensor, Tensor, StateHeads, Tensor], tuple[Tensor, Tensor]]
 
 
-def gated_delta_by(rule: DeltaRule) -> Callable[..., Tensor]:
-    """Return `Ops.gated_delta` for a rule of one sequence."""
+def recurrence_by(rule: Rule) -> Callable[..., Tensor]:
+    """Return `Ops.recurrence` for a rule of one sequence."""
 
-    def gated_delta(
+    def recurrence(
         x: Tensor,
         gates: Tensor,
-        heads: DeltaHeads,
+        heads: StateHeads,
         state: Tensor,
         log: Tensor,
         sequences: Sequences,
@@ -71,46 +72,54 @@ def gated_delta_by(rule: DeltaRule) -> Callable[..., Tensor]:
                 log[row, :drafts, width:] = gates[guessed].float()
         return y
 
-    return gated_delta
+    return recurrence
 
 
 def _token_by_token(
-    x: Tensor, gates: Tensor, heads: DeltaHeads, s: Tensor
+    x: Tensor, gates: Tensor, heads: StateHeads, s: Tensor
 ) -> tuple[Tensor, Tensor]:
-    q, k, v, beta, decay = delta_inputs(x, gates, heads, s)
+    q, k, v, beta, decay = head_inputs(x, gates, heads, s)
     y = torch.empty(v.shape, dtype=x.dtype, device=x.device)
     for t in range(len(x)):
         s = s * decay[t, :, None, None].exp()
-        seen = (s * k[t, :, :, None]).sum(1)
-        change = beta[t, :, None] * (v[t] - seen)
+        new = v[t] if heads.skip is not None else v[t] - (s * k[t, :, :, None]).sum(1)
+        change = beta[t, :, None] * new
         s = s + k[t, :, :, None] * change[:, None, :]
-        y[t] = (s * q[t, :, :, None]).sum(1).to(x.dtype)
+        out = (s * q[t, :, :, None]).sum(1)
+        y[t] = (out if heads.skip is None else out + heads.skip[:, None] * v[t]).to(x.dtype)
     return y.flatten(1), s
 
 
-gated_delta = gated_delta_by(_token_by_token)
+recurrence = recurrence_by(_token_by_token)
 
 
-def delta_inputs(
-    x: Tensor, gates: Tensor, heads: DeltaHeads, state: Tensor
+def head_inputs(
+    x: Tensor, gates: Tensor, heads: StateHeads, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the inputs of the delta rule for each token, in fp32; arguments as in
-    `Ops.gated_delta`, of one sequence.
+    """Return the inputs of each token, in fp32; arguments as in `Ops.recurrence`, of one sequence.
 
     Returns:
         q, k [tokens, value_heads, key_dim] with the scale of scores, v [tokens, value_heads,
-        value_dim], then [tokens, value_heads] each: beta, how far a value moves towards v, and the
+        value_dim], then [tokens, value_heads] each: beta, the factor of the change, and the
         logarithm of the decay of the state.
     """
     value_heads, key_dim, value_dim = state.shape
-    keys = heads.key_heads * key_dim
-    q, k, v = x.float().split((keys, keys, value_heads * value_dim), 1)
+    keys, values = heads.key_heads * key_dim, value_heads * value_dim
     group = value_heads // heads.key_heads
-    q = _unit(q.reshape(-1, heads.key_heads, key_dim)).repeat_interleave(group, 1) * key_dim**-0.5
-    k = _unit(k.reshape(-1, heads.key_heads, key_dim)).repeat_interleave(group, 1)
-    b, a = gates.float().chunk(2, 1)
-    decay = -heads.decay.exp() * F.softplus(a + heads.bias)
-    return q, k, v.reshape(-1, value_heads, value_dim), torch.sigmoid(b), decay
+    if heads.skip is None:
+        q, k, v = x.float().split((keys, keys, values), 1)
+        b, a = gates.float().chunk(2, 1)
+    else:
+        v, k, q = x.float().split((values, keys, keys), 1)
+        a = gates.float()
+    q, k = (part.reshape(-1, heads.key_heads, key_dim) for part in (q, k))
+    step = F.softplus(a + heads.bias)
+    if heads.skip is None:
+        q, k, beta = _unit(q) * key_dim**-0.5, _unit(k), torch.sigmoid(b)
+    else:
+        beta = step
+    q, k = (part.repeat_interleave(group, 1) for part in (q, k))
+    return q, k, v.reshape(-1, value_heads, value_dim), beta, -heads.decay.exp() * step
 
 
 def _unit(x: Tensor) -> Tensor:

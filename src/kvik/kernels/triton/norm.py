@@ -35,18 +35,30 @@ def _rows_of(rows, inner, outer_stride, inner_stride, dim, ROWS: tl.constexpr, D
     return start[:, None] + at[None, :], own, at, mask
 
 
+@triton.jit
+def _gains(own, at, mask, inner, dim, EACH: tl.constexpr):
+    """Return the offsets of the gains of this program's rows, and a mask."""
+    if EACH:
+        gain, inside = own % (inner * dim), mask
+    else:
+        gain, inside = at[None, :], (at < dim)[None, :]
+    return gain, inside
+
+
 # Otherwise steps of 1 token, or of a multiple of 16, would be compiled separately.
 @triton.jit(do_not_specialize=["rows"])
 def rms_norm_kernel(
     x, weight, out, rows, inner, outer_stride, inner_stride, dim, eps,
-    ROWS: tl.constexpr, DIM: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """grid [groups of rows]; x [rows / inner, inner, dim], out [rows, dim]"""
+    """grid [groups of rows]; x [rows / inner, inner, dim], out [rows, dim]. EACH: weight [inner,
+    dim], else [dim]"""
     there, own, at, mask = _rows_of(rows, inner, outer_stride, inner_stride, dim, ROWS, DIM)
     wide = tl.load(x + there, mask=mask, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / dim + eps)
-    by = tl.load(weight + at, mask=at < dim, other=0.0).to(tl.float32)
-    tl.store(out + own, (wide * scale[:, None] * by[None, :]).to(out.dtype.element_ty), mask=mask)
+    gain, inside = _gains(own, at, mask, inner, dim, EACH)
+    by = tl.load(weight + gain, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + own, (wide * scale[:, None] * by).to(out.dtype.element_ty), mask=mask)
 
 
 # Otherwise steps of 1 token, or of a multiple of 16, would be compiled separately.
@@ -61,10 +73,7 @@ def layer_norm_kernel(
     wide = tl.load(x + there, mask=mask, other=0.0).to(tl.float32)
     centred = tl.where(mask, wide - (tl.sum(wide, 1) / dim)[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, 1) / dim + eps)
-    if EACH:
-        gain, inside = own % (inner * dim), mask
-    else:
-        gain, inside = at[None, :], (at < dim)[None, :]
+    gain, inside = _gains(own, at, mask, inner, dim, EACH)
     by = tl.load(weight + gain, mask=inside, other=0.0).to(tl.float32)
     plus = tl.load(bias + gain, mask=inside, other=0.0).to(tl.float32)
     y = centred * scale[:, None] * by + plus
@@ -73,30 +82,23 @@ def layer_norm_kernel(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `Ops`."""
-    return _normalise(rms_norm_kernel, x, eps, (weight,))
+    return _normalise(rms_norm_kernel, x, eps, weight)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """See `Ops`."""
-    return _normalise(layer_norm_kernel, x, eps, (weight, bias), weight.dim() == 2)
+    return _normalise(layer_norm_kernel, x, eps, weight, bias)
 
 
-def _normalise(
-    kernel: Any, x: Tensor, eps: float, vectors: tuple[Tensor, ...], *options: bool
-) -> Tensor:
-    """Launch a kernel on the rows of x.
-
-    Args:
-        x: [..., dim].
-        vectors: weight and bias, in the kernel's order. options: last arguments.
-    """
+def _normalise(kernel: Any, x: Tensor, eps: float, weight: Tensor, *bias: Tensor) -> Tensor:
+    """Launch a kernel on the rows of x [..., dim]."""
     x, inner, outer_stride, inner_stride = _as_rows(x)
     out = torch.empty(*x.shape, dtype=x.dtype, device=x.device)
     dim, rows = x.shape[-1], x.numel() // x.shape[-1]
     block, at_once, warps = shape_of(dim)
     launch(
-        kernel, (ceil_div(rows, at_once),), (x, *vectors, out),
-        (rows, inner, outer_stride, inner_stride, dim, eps), (at_once, block, *options),
+        kernel, (ceil_div(rows, at_once),), (x, weight, *bias, out),
+        (rows, inner, outer_stride, inner_stride, dim, eps), (at_once, block, weight.dim() == 2),
         num_warps=warps,
     )  # fmt: skip
     return out

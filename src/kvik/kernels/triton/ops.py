@@ -41,7 +41,7 @@ def triton_ops(device: torch.device) -> Ops:
         softcap=activation.softcap,
         gated=states.gated,
         causal_conv=states.causal_conv,
-        gated_delta=states.gated_delta,
+        recurrence=states.recurrence,
         store_kv=rows.store_kv,
         copy_blocks=rows.copy_blocks,
     )

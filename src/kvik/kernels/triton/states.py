@@ -1,6 +1,7 @@
-"""Layers that keep a state of each sequence: a short convolution and the gated delta rule.
+"""Layers that keep a state of each sequence: a short convolution, and the gated delta rule or a
+state space.
 
-Both process token by token, so that results do not depend on how a prompt is cut into chunks. The
+They process token by token, so that results do not depend on how a prompt is cut into chunks. The
 stored state covers no drafts; see `Sequences`.
 Floor: memory. A state is read once and written once, and so are inputs and outputs; in between it
 stays in registers. The tokens of a long prompt are processed in sequence, which takes longer.
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.ops import DeltaHeads, Gate, Sequences
+from kvik.kernels.ops import Gate, Sequences, StateHeads
 from kvik.kernels.triton.activation import MOST, sigmoid
 from kvik.kernels.triton.launch import ceil_div, in_blocks, launch, power_of_two
 
@@ -109,35 +110,43 @@ def causal_conv_kernel(
 
 @triton.jit
 def pass_token(
-    s, own, gate, key, at, keys, columns, rate, offset,
+    s, own, gate, key, at, keys, columns, rate, offset, skip,
     key_head, head, key_heads, value_heads, key_dim, value_dim, scale, eps,
 ):  # fmt: skip
     """Take a head's state [KEYS, BLOCK] through one token, with inputs at `own` and gates at
     `gate`. Returns the state and the output [BLOCK]."""
-    q = tl.load(own + key_head * key_dim + key, mask=keys, other=0.0).to(tl.float32)
-    k_at = own + (key_heads + key_head) * key_dim + key
-    k = tl.load(k_at, mask=keys, other=0.0).to(tl.float32)
-    v_at = own + 2 * key_heads * key_dim + head * value_dim + at
-    v = tl.load(v_at, mask=columns, other=0.0).to(tl.float32)
-    beta = sigmoid(tl.load(gate).to(tl.float32))
-    alpha = tl.load(gate + value_heads).to(tl.float32) + offset
-    soft = tl.maximum(alpha, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(alpha)))
-    q = q * tl.rsqrt(tl.sum(q * q, 0) + eps) * scale
-    k = k * tl.rsqrt(tl.sum(k * k, 0) + eps)
-    s = s * tl.exp(-rate * soft)
-    change = beta * (v - tl.sum(s * k[:, None], 0))
-    s = s + k[:, None] * change[None, :]
-    return s, tl.sum(s * q[:, None], 0)
+    if skip is None:
+        q_at, step_at = own + key_head * key_dim, gate + value_heads
+        k_at, v_at = q_at + key_heads * key_dim, own + 2 * key_heads * key_dim
+    else:
+        k_at, v_at = own + value_heads * value_dim + key_head * key_dim, own
+        q_at, step_at = k_at + key_heads * key_dim, gate
+    q = tl.load(q_at + key, mask=keys, other=0.0).to(tl.float32)
+    k = tl.load(k_at + key, mask=keys, other=0.0).to(tl.float32)
+    v = tl.load(v_at + head * value_dim + at, mask=columns, other=0.0).to(tl.float32)
+    alpha = tl.load(step_at).to(tl.float32) + offset
+    step = tl.maximum(alpha, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(alpha)))
+    s = s * tl.exp(-rate * step)
+    if skip is None:
+        q = q * tl.rsqrt(tl.sum(q * q, 0) + eps) * scale
+        k = k * tl.rsqrt(tl.sum(k * k, 0) + eps)
+        change = sigmoid(tl.load(gate).to(tl.float32)) * (v - tl.sum(s * k[:, None], 0))
+        s = s + k[:, None] * change[None, :]
+        y = tl.sum(s * q[:, None], 0)
+    else:
+        s = s + k[:, None] * (step * v)[None, :]
+        y = tl.sum(s * q[:, None], 0) + tl.load(skip + head) * v
+    return s, y
 
 
 @triton.jit
-def gated_delta_kernel(
-    x, gates, decay, bias, state, log, starts, lengths, rows, pending, drafts, out,
-    x_stride, gates_stride, state_stride, log_stride,
+def recurrence_kernel(
+    x, gates, decay, bias, skip, state, log, starts, lengths, rows, pending, drafts, out,
+    x_stride, gates_stride, state_stride, log_stride, gates_width,
     key_heads, value_heads, key_dim, value_dim, scale, eps,
     KEYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grid [sequences, value heads, blocks of columns]; for the arguments see `Ops.gated_delta`.
+    """grid [sequences, value heads, blocks of columns]; for the arguments see `Ops.recurrence`.
     The log is only read."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     key, at = tl.arange(0, KEYS), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -159,15 +168,15 @@ def gated_delta_kernel(
             own = log + row.to(tl.int64) * log_stride
             for _ in range(0, tl.load(pending + sequence)):
                 s, _ = pass_token(
-                    s, own, own + width + head, key, at, keys, columns, rate, offset,
+                    s, own, own + width + head, key, at, keys, columns, rate, offset, skip,
                     key_head, head, key_heads, value_heads, key_dim, value_dim, scale, eps,
                 )  # fmt: skip
-                own += width + 2 * value_heads
+                own += width + gates_width
         for i in range(0, (end - first).to(tl.int32)):
             token = first + i
             s, y = pass_token(
                 s, x + token * x_stride, gates + token * gates_stride + head, key, at, keys,
-                columns, rate, offset,
+                columns, rate, offset, skip,
                 key_head, head, key_heads, value_heads, key_dim, value_dim, scale, eps,
             )  # fmt: skip
             to = out + token * value_heads * value_dim + head * value_dim + at
@@ -182,7 +191,7 @@ def log_drafts_kernel(
     x_stride, gates_stride, log_stride, width, gates_width,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grid [sequences, blocks of columns]; writes the log of `Ops.gated_delta`"""
+    """grid [sequences, blocks of columns]; writes the log of `Ops.recurrence`"""
     sequence = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, guessed = tl.load(rows + sequence), tl.load(drafts + sequence)
@@ -233,8 +242,8 @@ def causal_conv(
     return out
 
 
-def gated_delta(
-    x: Tensor, gates: Tensor, heads: DeltaHeads, state: Tensor, log: Tensor, sequences: Sequences
+def recurrence(
+    x: Tensor, gates: Tensor, heads: StateHeads, state: Tensor, log: Tensor, sequences: Sequences
 ) -> Tensor:
     """See `Ops`."""
     _, value_heads, key_dim, value_dim = state.shape
@@ -242,13 +251,13 @@ def gated_delta(
     block, blocks = in_blocks(value_dim, COLUMNS)
     strides = x.stride(0), gates.stride(0)
     launch(
-        gated_delta_kernel, (len(sequences.rows), value_heads, blocks),
+        recurrence_kernel, (len(sequences.rows), value_heads, blocks),
         (
-            x, gates, heads.decay, heads.bias, state, log, sequences.starts, sequences.lengths,
-            sequences.rows, sequences.pending, sequences.drafts, out,
+            x, gates, heads.decay, heads.bias, heads.skip, state, log, sequences.starts,
+            sequences.lengths, sequences.rows, sequences.pending, sequences.drafts, out,
         ),
         (
-            *strides, state.stride(0), log.stride(0),
+            *strides, state.stride(0), log.stride(0), gates.shape[1],
             heads.key_heads, value_heads, key_dim, value_dim, key_dim**-0.5, UNIT_EPS,
         ),
         (power_of_two(key_dim), block),

@@ -1,0 +1,100 @@
+"""Mamba-2 (Dao and Gu 2024, arXiv 2405.21060): a layer that keeps a state whose decay depends on
+its inputs. Hybrid models have it in place of most attention layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from kvik.spec.declare import ForwardContext, LayerBuilder
+from kvik.spec.fields import MAX_HEADS, MAX_WIDTH, Fields
+from kvik.spec.kv import MAX_TAPS, StateSpec
+from kvik.spec.model import ModelFacts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Mamba2:
+    """A short convolution, then a state space; its output is gated and normalised."""
+
+    def __init__(
+        self, spec: ModelFacts, builder: LayerBuilder, layer: int, state: StateSpec
+    ) -> None:
+        hidden, inner = spec.hidden_size, state.values
+        self.widths = inner, state.channels, state.value_heads
+        self.groups = state.key_heads, inner // state.key_heads  # normalised separately
+        self.inputs = builder.linear("in_proj", hidden, sum(self.widths), bias=False, role="qkv")
+        self.conv = builder.causal_conv("conv1d", layer, state, silu=True)
+        self.space = builder.recurrence("A_log", "dt_bias", layer, state, skip="D")
+        self.gated = builder.gated("silu")
+        self.norm = builder.rms_norm(
+            "norm", inner, spec.norm_eps, before="o", groups=state.key_heads
+        )
+        self.out = builder.linear("out_proj", inner, hidden, bias=False, role="o")
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
+    ) -> Tensor:
+        """x, residual [tokens, hidden] -> [tokens, hidden]."""
+        gate, mixed, steps = self.inputs(x, ctx).split_with_sizes(self.widths, 1)
+        gated = self.gated(self.space(self.conv(mixed, ctx), steps, ctx), gate)
+        return self.out(self.norm(gated.view(-1, *self.groups)).flatten(1), ctx, residual)
+
+
+# Names of a family's sizes in `Architecture.keys`, which are those of every recurrent layer. Value
+# heads are Mamba-2's heads; groups of them share a key head (B and C in the paper).
+HEADS, HEAD_DIM = "linear_num_value_heads", "linear_value_head_dim"
+GROUPS, SIZE, TAPS = "linear_num_key_heads", "linear_key_head_dim", "linear_conv_kernel_dim"
+
+
+def mamba2_state(
+    fields: Fields, keys: Mapping[str, str], bias: str, inner: int | None = None
+) -> StateSpec:
+    """Return the state of a Mamba-2 layer.
+
+    Args:
+        keys: of the family.
+        bias: the key that gives the convolution a bias (true if absent).
+        inner: channels of all heads, which give the size of a head if it is "auto"; None: any.
+    """
+    heads = fields.integer(keys[HEADS], 1, MAX_HEADS, 128)
+    groups = fields.integer(keys[GROUPS], 1, MAX_HEADS, 8)
+    if heads % groups:
+        raise fields.error(keys[GROUPS], f"must divide {keys[HEADS]} ({heads}), not {groups}")
+    if inner is not None and fields.raw(keys[HEAD_DIM]) in (None, "auto"):
+        head_dim = max(1, inner // heads)
+    else:
+        head_dim = fields.integer(keys[HEAD_DIM], 1, MAX_WIDTH, 64)
+    if inner not in (None, heads * head_dim):
+        reason = f"must give {inner} channels in {heads} heads, not {heads * head_dim}"
+        raise fields.error(keys[HEAD_DIM], reason)
+    return StateSpec.recurrent(
+        groups,
+        heads,
+        fields.integer(keys[SIZE], 1, MAX_WIDTH, 128),
+        head_dim,
+        fields.integer(keys[TAPS], 2, MAX_TAPS, 4),
+        gates=1,
+        bias=fields.boolean(bias, True),
+    )
+
+
+def gguf_mamba2(scope: str) -> dict[str, str]:
+    """Return the rows of `Architecture.gguf_names` for Mamba-2 in a scope."""
+    return {
+        "ssm_in": f"{scope}.in_proj",
+        "ssm_conv1d": f"{scope}.conv1d",
+        "ssm_dt.bias": f"{scope}.dt_bias",
+        "ssm_a.": f"{scope}.A_log",
+        "ssm_d.": f"{scope}.D",
+        "ssm_norm": f"{scope}.norm",
+        "ssm_out": f"{scope}.out_proj",
+    }
+
+
+def gguf_mamba2_shapes(spec: ModelFacts, scope: str) -> dict[str, tuple[int, ...]]:
+    """Return `Architecture.gguf_shapes` for Mamba-2 in a scope."""
+    state = spec.states[0]
+    heads, groups = (state.value_heads, 1), (state.key_heads, state.values // state.key_heads)
+    return {f"{scope}.A_log": heads, f"{scope}.D": heads, f"{scope}.norm.weight": groups}
