@@ -185,6 +185,14 @@ DIALECTS = (
         end="]</tool_calls>",
     ),
     Dialect(
+        "nemotron",
+        ("<TOOLCALL>",),
+        _OBJECT,
+        begin="<TOOLCALL>[",
+        between=", ",
+        end="]</TOOLCALL>",
+    ),
+    Dialect(
         "hermes",
         ("<tool_call>",),
         f"<tool_call>\n{_OBJECT}\n</tool_call>",
