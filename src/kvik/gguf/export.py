@@ -24,6 +24,7 @@ from kvik.gguf.facts import (
     SCHEMES,
     STEP,
     TAPS,
+    eps_key,
     metadata_config,
 )
 from kvik.gguf.names import (
@@ -165,7 +166,6 @@ def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Entry]:
     family = gguf_family(spec)
     has_experts = any(layer.experts for layer in spec.layers)
     architecture = family.gguf_experts if has_experts and family.gguf_experts else str(family.gguf)
-    eps = "layer_norm_rms_epsilon" if spec.rms_norm else "layer_norm_epsilon"
     facts: dict[str, Entry | None] = {
         "block_count": spec.num_layers,
         "context_length": spec.max_position_embeddings,
@@ -176,7 +176,7 @@ def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Entry]:
         "attention.head_count_kv": spec.num_kv_heads,
         "attention.key_length": spec.head_dim,
         "attention.value_length": spec.head_dim,
-        f"attention.{eps}": spec.norm_eps,
+        eps_key(family): spec.norm_eps,
         "attention.sliding_window": next((w.keys for w in spec.windows if w), None),
         **{SCALES[key][0]: SCALES[key][1](spec.scales) for key in family.gguf_scales},
     }

@@ -343,6 +343,12 @@ CAPS = ("attn_logit_softcapping", "final_logit_softcapping")  # 0 in a file: no 
 PARALLEL = "use_parallel_residual"  # the key in both
 
 
+def eps_key(family: Architecture) -> str:
+    """Return the key of the eps of norms, which files call as config.json does."""
+    usual = family.rms_norm and family.keys.get("rms_norm_eps") != "layer_norm_epsilon"
+    return f"attention.layer_norm_{'rms_' if usual else ''}epsilon"
+
+
 def metadata_config(metadata: Metadata) -> dict[str, object]:
     """Return the facts in the metadata alone, with the keys of config.json.
 
@@ -362,7 +368,6 @@ def metadata_config(metadata: Metadata) -> dict[str, object]:
     heads, layers = size("attention.head_count", MAX_HEADS), _layers(metadata)
     kv_heads = _kv_heads(metadata, name, heads, layers, mixed=family.gguf_by_kind)
     context = size("context_length", MAX_POSITIONS)
-    eps = "layer_norm_rms_epsilon" if family.rms_norm else "layer_norm_epsilon"
     experts_inner = metadata.integer(f"{name}.expert_feed_forward_length", 0, MAX_WIDTH, 0)
     inner = _inner_sizes(metadata, family, layers, experts_inner or None)
     usual: dict[str, object] = {
@@ -373,7 +378,7 @@ def metadata_config(metadata: Metadata) -> dict[str, object]:
         "num_key_value_heads": max(kv_heads),
         "head_dim": head_dim,
         "max_position_embeddings": context,
-        "rms_norm_eps": metadata.number(f"{name}.attention.{eps}", 0.0, 1.0),
+        "rms_norm_eps": metadata.number(f"{name}.{eps_key(family)}", 0.0, 1.0),
         "rope_theta": metadata.number(f"{name}.rope.freq_base", 1.0, 1e12, 10000.0),
         "hidden_act": family.activations[0],
     }
