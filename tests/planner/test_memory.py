@@ -135,6 +135,18 @@ def test_states_have_room_for_drafts_in_each_part() -> None:
     assert [b.kv_cache - a.kv_cache for a, b in zip(*parts, strict=True)] == [each, each]
 
 
+def test_states_are_no_empty_blocks() -> None:
+    planner = MemoryPlanner.of(
+        shape_from_config(PUBLIC["Qwen3.5-9B"], "m"), Setting(H200, "bf16", "bf16", 1000, 4)
+    )
+    memory, state = planner.memory(), planner.shape.state_bytes
+    assert memory.states == 3 * planner.at.batch * state  # each with two checkpoints
+    blocks = memory.kv_cache - memory.states
+    assert memory.kv_padding == blocks - planner.part.kv_bytes(planner.at.context, "bf16") * (
+        planner.at.batch
+    )
+
+
 def test_layers_of_two_shapes_take_the_blocks_of_the_engine() -> None:
     """Two layers without a window share the memory of one with a window."""
     model, hardware = shape("gemma-4-26b-a4b"), replace(CPU_ONLY, memory_limit=400 * GIB)

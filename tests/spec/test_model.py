@@ -58,6 +58,7 @@ from kvik.spec.visible_keys import Window
         ("AFM-4.5B", 4_619_184_640),
         ("GLM-4-9B-chat", 9_399_951_360),
         ("Qwen2.5-VL-3B", 3_085_938_688),
+        ("Nemotron-3-Nano-30B-A3B", 31_577_940_288),
         ("GPT-Neo-125M", 125_198_592),
         ("gpt-j-6b", 6_050_882_784),
     ],

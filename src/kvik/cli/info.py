@@ -169,13 +169,17 @@ def _kinds(spec: ModelSpec) -> Sequence[tuple[LayerSpec, int]]:
 
 
 def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
-    """Describe a kind of layer: the tokens it sees and its positions, or its state; and experts."""
+    """Describe a kind of layer: the tokens it sees and its positions, or its state; and experts, or
+    that it has only an MLP."""
     experts = layer.experts
     if experts is not None:
         router = experts.router
         chosen = f"{router.active} of {router.experts} experts of width {experts.inner:,}"
         always = f", and one of {experts.shared:,} for all tokens" if experts.shared else ""
-        return f"{_kind(spec, replace(layer, experts=None))}; {chosen}{always}"
+        mixer = "have only " if layer.feeds else f"{_kind(spec, replace(layer, experts=None))}; "
+        return f"{mixer}{chosen}{always}"
+    if layer.feeds:
+        return "have only an MLP"
     state = layer.state
     if state is not None:
         text = f"keep a state of {state.size:,} numbers: the last {state.width - 1} inputs"
@@ -263,7 +267,7 @@ def _kv_rows(spec: ModelSpec, resolved: ResolvedConfig | None) -> list[str]:
     """Return a row per kind of layer: its KV bytes per token and per request."""
     rows = []
     for kind, count in _kinds(spec):
-        if kind.state is not None or kind.kv_from is not None:
+        if not kind.attends or kind.kv_from is not None:
             continue
         token, request = _kind_cost(spec, kind, resolved)
         per_token = f"{token:,} in {count} that see {_seen(kind)}"

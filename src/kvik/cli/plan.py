@@ -101,6 +101,11 @@ def _memory(plan: Plan) -> str:
             show_bytes(memory.kv_cache),
             f"{kv}; {show_bytes(memory.kv_per_request)} for each request",
         ],
+        *(
+            [["", show_bytes(memory.states), "of it states, with copies for prefix hits"]]
+            if plan.shape.state_bytes
+            else []
+        ),
         ["activations", show_bytes(memory.activations), f"steps of {memory.step_tokens:,} tokens"],
         ["runtime", show_bytes(memory.runtime), "libraries, graphs, tables, buffers of loading"],
         ["total", show_bytes(memory.total), verdict],

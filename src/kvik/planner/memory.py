@@ -67,7 +67,8 @@ class Memory:
         limit: bytes that the engine may use.
         weights: of the model and its drafter.
         activations: peak of one step of `step_tokens` tokens.
-        kv_cache: for all requests at the full context, in whole blocks.
+        kv_cache: for all requests at the full context, in whole blocks; and states.
+        states: part of `kv_cache`: of all requests, with copies for prefix hits.
         runtime: libraries, tables, graphs and the peak of loading.
         kv_per_token: for one request, not rounded to blocks, before any window is full.
         kv_per_request: for one request at the full context, in whole blocks.
@@ -80,6 +81,7 @@ class Memory:
     limit: int
     weights: int
     kv_cache: int
+    states: int
     activations: int
     runtime: int
     kv_per_token: int
@@ -190,18 +192,19 @@ class MemoryPlanner:
         at, part, footprint = self.at, self.part, self.fit.footprint
         size = self._sized(at.context, at.batch)
         parts = self._planned(size)
-        cached = part.kv_bytes(at.context, at.kv_format)
+        cached, states = part.kv_bytes(at.context, at.kv_format), footprint.states(size)
         for group in footprint.draft.groups if footprint.draft else ():
             cached += at.context * group.bytes_per_token
         return Memory(
             limit=parts.limit,
             weights=parts.weights,
             kv_cache=parts.kv_cache,
+            states=states,
             activations=parts.activations,
             runtime=parts.overhead,
             kv_per_token=part.kv_bytes_per_token(at.kv_format),
             kv_per_request=self._blocks_each(size) * footprint.block_bytes,
-            kv_padding=parts.kv_cache - at.batch * cached,
+            kv_padding=parts.kv_cache - states - at.batch * cached,
             step_tokens=size.max_num_batched_tokens,
             largest_batch=largest(lambda batch: self._fits(at.context, batch), MAX_REQUESTS),
             draft_weights=self._draft_weights,
@@ -241,8 +244,10 @@ class MemoryPlanner:
         used = part.kv_bytes(at.context, at.kv_format)
 
         def fits(batch: int) -> bool:
-            parts = self._planned(self._sized(at.context, batch))
-            return parts.total - parts.kv_cache + batch * reserved <= at.memory_limit
+            size = self._sized(at.context, batch)
+            parts = self._planned(size)
+            kept = self.fit.footprint.states(size) + batch * reserved
+            return parts.total - parts.kv_cache + kept <= at.memory_limit
 
         return KVWaste(
             block_size=block_size,

@@ -277,10 +277,15 @@ def collectives(shape: ModelShape, *, exact: bool) -> Collectives:
     """Return the collectives of a step with more than one process or device.
 
     The exact cut has one after each product and after attention, two per layer for experts, and one
-    after the token vectors if these are rows of the head. The fast cut has two per layer.
+    after the token vectors if these are rows of the head. The fast cut has one after attention or
+    states, and one after the MLP or experts.
     """
     if not exact:
-        return Collectives("all-reduce", 2 * shape.num_layers, 2, 2 * shape.hidden_size)
+        kinds = [
+            {m.role == "o" for m in each.matrices if m.role in SECOND} for each in shape.layers
+        ]
+        each = [len(found) for found in kinds]
+        return Collectives("all-reduce", sum(each), max(each), max(each) * shape.hidden_size)
     counts: list[int] = []
     numbers: list[int] = []
     for layer in shape.layers:
