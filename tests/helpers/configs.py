@@ -127,15 +127,6 @@ PUBLIC: dict[str, dict[str, Any]] = {
         num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=2048,
         position_embedding_type="rope", rope_theta=10000000,
     ),
-    "Nemotron-3-Nano-30B-A3B": config(
-        "NemotronHForCausalLM",
-        vocab=131072, hidden=2688, inner=1856, layers=52, heads=32, kv_heads=2, head_dim=128,
-        positions=262144,
-        hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-        mamba_num_heads=64, mamba_head_dim=64, n_groups=8, ssm_state_size=128, conv_kernel=4,
-        n_routed_experts=128, num_experts_per_tok=6, moe_intermediate_size=1856,
-        moe_shared_expert_intermediate_size=3712, routed_scaling_factor=2.5,
-    ),
     "Command-R-plus": config(
         "CohereForCausalLM",
         vocab=256000, hidden=12288, inner=33792, layers=64, heads=96, kv_heads=8,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from helpers.configs import PUBLIC
 from helpers.public_configs import config
 from helpers.public_configs import public_shape as shape
 
@@ -213,7 +212,7 @@ def test_exchanges_by_hand() -> None:
     assert collectives(shape("llama-3-70b"), exact=True).count == 5 * 80 + 1  # a separate embedding
     fast = collectives(shape("llama-3-70b"), exact=False)
     assert (fast.kind, fast.layer, fast.count, fast.numbers) == ("all-reduce", 2, 160, 2 * 8192)
-    single = shape_from_config(PUBLIC["Nemotron-3-Nano-30B-A3B"], "m")  # layers of one part
+    single = shape("nemotron-3-nano-30b-a3b")  # layers of one part
     assert collectives(single, exact=False).count == single.num_layers == 52
 
 

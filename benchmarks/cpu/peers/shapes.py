@@ -89,34 +89,15 @@ QWEN3_6 = {
     "linear_num_value_heads": 32,
     "tie_word_embeddings": False,
 }
-GRANITE_H = {
-    "architectures": ["GraniteMoeHybridForCausalLM"],
-    "model_type": "granitemoehybrid",
-    "hidden_size": 1536,
-    "num_hidden_layers": 40,
-    "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "mamba_n_heads": 48,
-    "mamba_d_head": 64,
-    "mamba_d_state": 128,
-    "mamba_n_groups": 1,
-    "shared_intermediate_size": 4096,
-    "num_local_experts": 0,
-    "num_experts_per_tok": 0,
-    "vocab_size": 100352,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
-PUBLIC = ("qwen2.5-0.5b", "llama-3.2-1b", "olmoe-1b-7b", "qwen3-30b-a3b", "deepseek-v2-lite")
+PUBLIC = (
+    *("qwen2.5-0.5b", "llama-3.2-1b", "olmoe-1b-7b", "qwen3-30b-a3b", "deepseek-v2-lite"),
+    "granite-4.0-h-1b",
+)
 SHAPES: Mapping[str, Mapping[str, object]] = {
     **{name: public_configs()[name] for name in PUBLIC},
     "stories-15m": STORIES,
     "qwen3.5-0.8b": QWEN3_5,
     "qwen3.6-35b-a3b": QWEN3_6,
-    "granite-4.0-h-1b": GRANITE_H,
 }
 
 
