@@ -103,7 +103,7 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // heads, then values of all value heads, or values, keys, queries; gates: b, then a of all value heads, or a; decay,
 // bias and skip (or null) fp32 [value_heads]; state [rows, value_heads, key_dim, value_dim] fp32; log [rows, most
 // drafts, columns of x and gates] fp32, or null; y [tokens, value_heads * value_dim]. `Ops.recurrence` has the rules.
-#define KVIK_ARGS_recurrence(P, I, F)                                                   \
+#define KVIK_ARGS_recurrence(P, I, F)                                                    \
     P(x) I(x_stride) P(gates) I(gates_stride) P(decay) P(bias) P(skip) P(state)          \
     I(state_stride) P(log) I(log_stride) P(starts) P(lengths) P(state_rows) P(pending)   \
     P(drafts) I(num_seqs) I(key_heads) I(value_heads) I(key_dim) I(value_dim) P(y)       \
@@ -272,7 +272,7 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 
 #define KVIK_KERNELS(K)                                                                  \
     K(rms_norm) K(layer_norm) K(activate) K(scaled) K(softcap) K(add) K(gather_rows)     \
-    K(rotations) K(rotary) K(gated) K(causal_conv) K(recurrence)                        \
+    K(rotations) K(rotary) K(gated) K(causal_conv) K(recurrence)                         \
     K(store_kv) K(store_latent) K(load_kv) K(move_kv) K(keep_queries) K(attention)       \
     K(linear) K(linear_each) K(route) K(experts) K(pack_matrix) K(matrix_rows) K(largest) \
     K(penalize) K(mask) K(draw) K(probabilities) K(exchange)                             \

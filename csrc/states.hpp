@@ -1,6 +1,6 @@
 // Layers that keep a state for each sequence: a short convolution, and the gated delta rule or a state space. They
-// process token by token, so that no result depends on how a prompt is divided into chunks; sums are fp32, in an order that
-// depends only on the sizes.
+// process token by token, so that no result depends on how a prompt is divided into chunks; sums are fp32, in an order
+// that depends only on the sizes.
 //
 // A state cannot take back a token. So the stored state covers no draft of the last step: the convolution keeps
 // their inputs behind its own, and the recurrence logs theirs. The next step first repeats those that were accepted.
@@ -264,16 +264,16 @@ void head_columns(const recurrence_args& a, const StateTokens& on, int64_t head,
         store(tile + i * kStateColumns + kLanes, on.fresh || !second ? zero() : load(row + kLanes, second));
     }
     HeadColumns columns{a,
-                         head,
-                         column,
-                         first,
-                         second,
-                         tile,
-                         expf(static_cast<const float*>(a.decay)[head]),
-                         static_cast<const float*>(a.bias)[head],
-                         1.0f / sqrtf(float(a.key_dim)),
-                         broadcast(a.skip ? static_cast<const float*>(a.skip)[head] : 0.0f),
-                         no_sums()};
+                        head,
+                        column,
+                        first,
+                        second,
+                        tile,
+                        expf(static_cast<const float*>(a.decay)[head]),
+                        static_cast<const float*>(a.bias)[head],
+                        1.0f / sqrtf(float(a.key_dim)),
+                        broadcast(a.skip ? static_cast<const float*>(a.skip)[head] : 0.0f),
+                        no_sums()};
     HeadToken tokens[2];
     for (HeadToken& token : tokens) {
         token.q = inputs + 2 * (&token - tokens) * a.key_dim;
