@@ -82,8 +82,8 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // x fp32, in place: cap * tanh(x / cap).
 #define KVIK_ARGS_softcap(P, I, F) P(x) I(x_stride) I(rows) I(dim) F(cap)
 
-// y [rows, dim] = x * by(gate); by: `Gate`. gate [rows, dim], or with gate_dim 1 one for all columns of a row;
-// it has the dtype of x, or is fp32 (wide).
+// y [rows, dim] = x * by(gate); by: `Gate`. gate [rows, gate_dim], each for as many columns of a row; it has the dtype
+// of x, or is fp32 (wide).
 #define KVIK_ARGS_gated(P, I, F)                                                         \
     P(x) I(x_stride) P(gate) I(gate_stride) I(gate_dim) P(y) I(y_stride) I(rows) I(dim)  \
     I(by) I(wide) I(dtype)

@@ -33,12 +33,14 @@ void gated_of(const gated_args& a, Team& team) {
         const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
         const G* gate = static_cast<const G*>(a.gate) + row * a.gate_stride;
         T* y = static_cast<T*>(a.y) + row * a.y_stride;
-        const bool one = a.gate_dim == 1;
-        const F32 of_row = one ? gate_of(a.by, broadcast(sum(load(gate, 1)))) : zero();
-        const auto factor = [&](int64_t i, auto n) { return one ? of_row : gate_of(a.by, load(gate + i, n)); };
-        each_vector(begin, end, [&](int64_t i, auto n) KVIK_INLINED {
-            store(y + i, mul(load(x + i, n), factor(i, n)), n);
-        });
+        const int64_t width = a.dim / a.gate_dim;  // columns that share a gate
+        for (int64_t part = begin, stop; part < end; part = stop) {
+            stop = width == 1 ? end : (part / width + 1) * width < end ? (part / width + 1) * width : end;
+            const F32 shared = width == 1 ? zero() : gate_of(a.by, broadcast(sum(load(gate + part / width, 1))));
+            each_vector(part, stop, [&](int64_t i, auto n) KVIK_INLINED {
+                store(y + i, mul(load(x + i, n), width == 1 ? gate_of(a.by, load(gate + i, n)) : shared), n);
+            });
+        }
     });
 }
 

@@ -467,6 +467,7 @@ def test_tensors_have_the_names_of_the_public_package(family: str, tmp_path: Pat
         usual = experts.sub("experts", name).replace("correction_bias", "correction.bias")
         usual = usual.replace("dt_bias", "dt_proj.bias")  # as in the converter
         usual = usual.replace("layer_scalar", "layer_scalar.weight")
+        usual = usual.replace("mlp.expert_bias", "mlp.expert_bias.bias")
         if "mixer.experts" in usual:
             usual = usual.replace("backbone", "model").replace("mixer", "mlp")
         expected = known.get_name(usual, try_suffixes=(".weight", ".bias"))

@@ -100,6 +100,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "DeepseekV2": {**LATENT, "q_lora_rank": None},
     "DeepseekV3": LATENT,
     "Lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "Lfm3": {
+        "head_dim": 8,
+        "layer_types": ["conv", "sliding_attention", "full_attention"],
+        "sliding_window": 5,
+    },
     "Qwen3_5": STATES,
     "Qwen3Next": {
         **STATES,
@@ -119,6 +124,7 @@ LEFT: dict[str, set[str]] = {
     "GptOss": {"router"},
     "GraniteMoeHybrid": {"layer"},  # router.layer
     "NemotronH": {"gate"},
+    "Lfm3": {"gate_proj"},
     "Qwen3_5": {"in_proj_a", "in_proj_b"},
     "Qwen3_5Moe": {"gate", "shared_expert_gate", "in_proj_a", "in_proj_b"},
     "Qwen3Next": {"gate", "shared_expert_gate", "in_proj_ba"},

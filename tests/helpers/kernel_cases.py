@@ -738,7 +738,7 @@ def _states() -> list[Case]:
             for drafted in (False, True)
         ),
         *(gated(1, 1, by, 1) for by in ("none", "silu", "sigmoid")),
-        *(gated(7, 133, by, gates) for by in ("none", "silu", "sigmoid") for gates in (1, 133)),
+        *(gated(7, 133, by, gates) for by in ("none", "silu", "sigmoid") for gates in (1, 7, 133)),
         *(gated(7, 133, "none", gates, fp32=True) for gates in (1, 133)),
     ]
 

@@ -176,6 +176,16 @@ SEPARATE: dict[str, dict[str, Any]] = {
         "intermediate_size": 32,
     },
     "GraniteMoeHybrid-dense": {**HYBRID, "num_local_experts": 0, "num_experts_per_tok": 0},
+    "Afmoe": {
+        **HEAD,
+        **SOME,
+        "num_hidden_layers": 4,
+        "sliding_window": 9,
+        "num_experts": 6,
+        "num_shared_experts": 2,
+        "route_scale": 1.7,
+        "mup_enabled": True,
+    },
     "NemotronH": {**HEAD, **SINGLE},
     "NemotronH-experts": {
         **HEAD,

@@ -226,8 +226,8 @@ class Ops:
     activate(x [tokens, dim], activation) -> [tokens, dim], or [tokens, dim / 2] if it is paired
     scaled(x [tokens, dim], factor) -> x * factor
     softcap(x [rows, dim] fp32, cap) -> None; in place: cap * tanh(x / cap)
-    gated(x [tokens, dim], gate [tokens, dim or 1] of the dtype of x or fp32, by) -> x * by(gate),
-        or x * gate if `by` is "none"
+    gated(x [tokens, dim], gate [tokens, gates] of the dtype of x or fp32, by) -> x * by(gate), or x
+        * gate if `by` is "none"; each gate is for dim / gates columns
     causal_conv(x [tokens, channels], weight [width, channels], bias [channels] or None, state
         [rows, width - 1 + most drafts, channels] fp32, sequences, silu) -> [tokens, channels]: for
         each channel the sum of the last `width` inputs of the sequence times weight, the newest

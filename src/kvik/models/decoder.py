@@ -104,6 +104,31 @@ class GroupedQueryAttention:
         return self.o(self.attend(q, k, v, ctx, rotation), ctx, residual)
 
 
+class GatedOutputAttention(GroupedQueryAttention):
+    """Grouped-query attention with RMSNorm on each head of q and k; its output is multiplied by the
+    sigmoid of a projection of the input (Qiu et al. 2025, arXiv 2505.06708).
+
+    Args:
+        each_head: it has one number for each head, else one for each channel.
+    """
+
+    def __init__(
+        self, spec: ModelFacts, builder: LayerBuilder, layer: int, each_head: bool = False
+    ) -> None:
+        super().__init__(spec, builder, layer, norms=("q_norm", "k_norm"), full_rows=True)
+        width, inner = spec.num_heads * (1 if each_head else spec.head_dim), builder.at("self_attn")
+        self.gate = inner.linear("gate_proj", spec.hidden_size, width, bias=False, role="gates")
+        self.gated = builder.gated("sigmoid")
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
+    ) -> Tensor:
+        """x, residual [tokens, hidden], rotation [tokens, head_dim] or None -> [tokens, hidden]."""
+        q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
+        attended = self.attend(q, k, v, ctx, rotation)
+        return self.o(self.gated(attended, self.gate(x, ctx)), ctx, residual)
+
+
 # x, residual [tokens, hidden] or None, rotation [tokens, head_dim] or None -> [tokens, hidden]
 AttentionBlock: TypeAlias = (
     "Callable[[Tensor, Tensor | None, Tensor | None, ForwardContext], Tensor]"

@@ -1,5 +1,5 @@
 """LFM2 (Liquid AI 2025): gated short convolutions, and attention in some layers; some have routed
-experts."""
+experts. And LFM3 (2026), whose attention has a window in some layers and a gate for each head."""
 
 from __future__ import annotations
 
@@ -8,18 +8,29 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvik.errors import shown
 from kvik.models.decoder import (
     AttentionBlock,
     Decoder,
+    GatedOutputAttention,
     GroupedQueryAttention,
     PreNormLayer,
+    SandwichLayer,
     feed_forward,
 )
 from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder, gguf_experts
 from kvik.spec.experts import ExpertsSpec, Router, corrected_router, read_experts
 from kvik.spec.fields import MAX_LAYERS, MAX_WIDTH, Fields
 from kvik.spec.kv import MAX_TAPS, StateSpec
-from kvik.spec.layers import CONV, FULL, LayerSpec, layer_types, layers_with_states
+from kvik.spec.layers import (
+    CONV,
+    FULL,
+    SLIDING,
+    LayerSpec,
+    layer_types,
+    layers_with_states,
+    read_window,
+)
 from kvik.spec.model import ModelFacts
 from kvik.spec.rope import read_rope
 
@@ -63,19 +74,29 @@ def lfm2_mixer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> Attention
     )
 
 
+def lfm3_mixer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> AttentionBlock:
+    """Return the convolution or the attention of a layer."""
+    state = spec.layers[layer].state
+    if state is not None:
+        return ShortConvolution(spec, builder.at(CONV), layer, state)
+    return GatedOutputAttention(spec, builder, layer, each_head=True)
+
+
+feed = partial(feed_forward, scope="feed_forward", names=NAMES, gate_up=("w1", "w3"), down="w2")
 Lfm2Layer = partial(
-    PreNormLayer,
-    attention=lfm2_mixer,
-    feed=partial(feed_forward, scope="feed_forward", names=NAMES, gate_up=("w1", "w3"), down="w2"),
-    norms=("operator_norm", "ffn_norm"),
+    PreNormLayer, attention=lfm2_mixer, feed=feed, norms=("operator_norm", "ffn_norm")
+)
+Lfm3Layer = partial(
+    SandwichLayer,
+    attention=lfm3_mixer,
+    feed=feed,
+    norms=("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"),
 )
 
 
 def lfm2_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
     """Convolution layers are given by `layer_types`, or are those not in `full_attn_idxs`."""
-    width = fields.integer("conv_L_cache", 2, MAX_TAPS, 3)
-    bias = fields.boolean("conv_bias", False)
-    state = StateSpec(fields.integer("hidden_size", 1, MAX_WIDTH), width, bias)
+    state = convolution_state(fields)
     if "layer_types" in fields:
         types = layer_types(fields, layers, other=CONV)
     else:
@@ -85,6 +106,32 @@ def lfm2_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec,
         types = tuple(FULL if i in attending else CONV for i in range(layers))
     attends = LayerSpec(None, read_rope(fields, positions))
     return layers_with_states(fields, attends, CONV, LayerSpec(state=state), types)
+
+
+def convolution_state(fields: Fields) -> StateSpec:
+    width = fields.integer("conv_L_cache", 2, MAX_TAPS, 3)
+    bias = fields.boolean("conv_bias", False)
+    return StateSpec(fields.integer("hidden_size", 1, MAX_WIDTH), width, bias)
+
+
+def lfm3_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Convolutions, and attention with and without a window, whose rotary positions differ. Without
+    `layer_types`, each fourth layer is of either kind of attention."""
+    kinds = {CONV: LayerSpec(state=convolution_state(fields))}
+    window = read_window(fields)
+    for kind, seen in ((FULL, None), (SLIDING, window)):
+        kinds[kind] = LayerSpec(seen, read_rope(fields, positions, layer_type=kind))
+    types = fields.strings("layer_types") or tuple(
+        FULL if i % 4 == 2 else SLIDING if i % 4 == 0 and i > 0 else CONV for i in range(layers)
+    )
+    if len(types) != layers:
+        raise fields.error("layer_types", f"must have {layers} entries, not {len(types)}")
+    for kind in types:
+        if kind not in kinds:
+            raise fields.error("layer_types", f"must hold {', '.join(kinds)}, not {shown(kind)}")
+    if set(types) == {CONV}:
+        raise fields.error("layer_types", "must hold a layer with attention at least")
+    return tuple(kinds[kind] for kind in types)
 
 
 def lfm2_inner(fields: Fields) -> int:
@@ -172,4 +219,37 @@ LFM2_MOE = replace(
         "num_experts": 32,
         "num_experts_per_tok": 4,
     },
+)
+LFM3 = Architecture(
+    "Lfm3ForCausalLM",
+    "lfm3",
+    "LFM3",
+    partial(
+        Decoder, make_layer=Lfm3Layer, names=("embed_tokens", "layers", "embedding_norm", "lm_head")
+    ),
+    layers=lfm3_layers,
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm=True,
+    tied=True,
+    head_dim=128,
+    eos_token_ids=(124_900,),
+    fixed={"use_sandwich_norm": True, "use_attention_gate": True},
+    defaults={
+        "vocab_size": 128_000,
+        "hidden_size": 2048,
+        "intermediate_size": 7680,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 128_000,
+        "norm_eps": 1e-5,
+        "conv_L_cache": 7,
+        "sliding_window": 256,
+        "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+            FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        },
+    },
+    keys={"rms_norm_eps": "norm_eps"},
 )

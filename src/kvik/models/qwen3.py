@@ -10,7 +10,14 @@ from kvik.models.decoder import Decoder, GroupedQueryAttention, PreNormLayer, fe
 from kvik.spec.declare import Architecture, ExpertNames, LayerBuilder, gguf_experts
 from kvik.spec.experts import read_experts, softmax_router
 from kvik.spec.fields import Fields
-from kvik.spec.layers import LayerSpec, read_window, switched_layers
+from kvik.spec.layers import (
+    FULL,
+    SLIDING,
+    LayerSpec,
+    read_window,
+    switched_layers,
+    typed_layers,
+)
 from kvik.spec.model import ModelFacts
 from kvik.spec.pooling import PooledLayer, PoolingSpec, scores
 from kvik.spec.rope import MAX_POSITIONS
@@ -53,6 +60,44 @@ QWEN3_MOE = replace(
     experts=partial(read_experts, router=softmax_router),
     gguf="qwen3moe",
     gguf_implied=lambda fields: {"norm_topk_prob": True},
+)
+
+
+def mellum(spec: ModelFacts, builder: LayerBuilder) -> Decoder:
+    """Return the model; layers that predict several tokens are not read."""
+    builder.skip("mtp")
+    return qwen3(spec, builder)
+
+
+# Mellum 2 (JetBrains 2026): Qwen3 with experts, whose layers with a window have their own rotary
+# positions.
+MELLUM = replace(
+    QWEN3_MOE,
+    name="MellumForCausalLM",
+    model_type="mellum",
+    models="Mellum 2",
+    make=mellum,
+    layers=typed_layers,
+    gguf=None,
+    gguf_implied=None,
+    defaults={
+        "vocab_size": 98_304,
+        "hidden_size": 2304,
+        "intermediate_size": 7168,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131_072,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 896,
+        "norm_topk_prob": True,
+        "sliding_window": 1024,
+        "rope_parameters": {
+            FULL: {"rope_type": "default", "rope_theta": 5e5},
+            SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvik.models import (
+    afmoe,
     bert,
     cohere,
     deepseek,
@@ -38,7 +39,7 @@ from kvik.spec.declare import Architecture
 FILES = (
     *(llama, qwen3, stablelm, phi, glm4, qwen3_5, mixtral, olmo2, granite, gpt_oss, llama4),
     *(deepseek, lfm2, ernie4_5, nemotron, nemotron_h, qwen_vl, gpt_neox, gemma, gemma4, cohere),
-    *(starcoder2, falcon, opt, gpt2, bert, modernbert),
+    *(afmoe, starcoder2, falcon, opt, gpt2, bert, modernbert),
 )
 ARCHITECTURES: Mapping[str, Architecture] = {
     row.name: row for file in FILES for row in vars(file).values() if isinstance(row, Architecture)

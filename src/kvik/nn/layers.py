@@ -243,7 +243,7 @@ class GatedProduct:
     by: Gate
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x, gate [tokens, dim] -> [tokens, dim]."""
+        """x [tokens, dim], gate [tokens, dim or fewer, for equal parts of x] -> [tokens, dim]."""
         return self.ops.gated(x, gate, self.by)
 
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from kvik.spec.pooling import PoolingSpec
     from kvik.spec.rope import RopeSpec
 
-# Role of a matrix in a block; "gates": of a gated delta net; "": in no block, as in draft heads.
+# Role of a matrix in a block; "gates": of a gated delta net or of attention; "": in no block, as in
+# draft heads.
 Role = Literal[
     "qkv",
     "q_down",
@@ -312,7 +313,7 @@ StateLayer: TypeAlias = "Callable[[Tensor, ForwardContext], Tensor]"
 RecurrentLayer: TypeAlias = "Callable[[Tensor, Tensor, ForwardContext], Tensor]"
 # x, residual [tokens, hidden] -> residual + x times a constant
 Sum: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
-# x, gate [tokens, dim] -> x times a function of gate
+# x [tokens, dim], gate [tokens, dim or fewer, for equal parts of x] -> x times a function of gate
 Gated: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 # x [tokens, hidden] -> x times a number
 Scale: TypeAlias = "Callable[[Tensor], Tensor]"

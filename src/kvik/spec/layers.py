@@ -230,6 +230,18 @@ def mixed_layers(
     return tuple(full if kind == FULL else LayerSpec(window, rope) for kind in types)
 
 
+def typed_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Layers with and without a window, by `layer_types` (default: without), each kind with its own
+    rotary positions in `rope_parameters`."""
+    kinds = {FULL: LayerSpec(None, read_rope(fields, positions, layer_type=FULL))}
+    types = layer_types(fields, layers, every=1)
+    if SLIDING in types:
+        kinds[SLIDING] = LayerSpec(
+            read_window(fields), read_rope(fields, positions, layer_type=SLIDING)
+        )
+    return tuple(kinds[kind] for kind in types)
+
+
 def windowed_layers(
     fields: Fields,
     layers: int,

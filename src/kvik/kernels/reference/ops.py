@@ -201,8 +201,9 @@ def softcap(x: Tensor, cap: float) -> None:
 
 
 def gated(x: Tensor, gate: Tensor, by: Gate) -> Tensor:
-    """x * by(gate)."""
-    return (x.float() * _GATES[by](gate.float())).to(x.dtype)
+    """x * by(gate), each gate for as many columns."""
+    each = _GATES[by](gate.float()).repeat_interleave(x.shape[1] // gate.shape[1], 1)
+    return (x.float() * each).to(x.dtype)
 
 
 _GATES: Mapping[Gate, Callable[[Tensor], Tensor]] = {

@@ -26,16 +26,16 @@ UNIT_EPS = 1e-6
 
 @triton.jit
 def gated_kernel(
-    x, gate, out, columns, x_stride, gate_stride,
-    BY: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr,
+    x, gate, out, columns, x_stride, gate_stride, width,
+    BY: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grid [rows, blocks]; x [rows, columns], gate the same or, if ONE, one column; BY: 0 nothing,
-    1 SiLU, 2 sigmoid"""
+    """grid [rows, blocks]; x [rows, columns], gate the same or, if SHARED, [rows, columns / width];
+    BY: 0 nothing, 1 SiLU, 2 sigmoid"""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
     y = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
-    gates = gate + row * gate_stride + (at * 0 if ONE else at)
+    gates = gate + row * gate_stride + (at // width if SHARED else at)
     by = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
     if BY == 0:
         y *= by
@@ -213,8 +213,9 @@ def gated(x: Tensor, gate: Tensor, by: Gate) -> Tensor:
     rows, columns = x.shape
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     block, blocks = in_blocks(columns, MOST)
-    numbers = (columns, x.stride(0), gate.stride(0))
-    constants = (("none", "silu", "sigmoid").index(by), gate.shape[1] == 1, block)
+    width = columns // gate.shape[1]
+    numbers = (columns, x.stride(0), gate.stride(0), width)
+    constants = (("none", "silu", "sigmoid").index(by), width > 1, block)
     launch(gated_kernel, (rows, blocks), (x, gate, out), numbers, constants)
     return out
 
