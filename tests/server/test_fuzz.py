@@ -95,7 +95,10 @@ class Fuzzer:
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)  # `--fuzz-seconds` may be large
-def test_drawn_bodies_are_answered_or_refused(request: pytest.FixtureRequest) -> None:
+def test_drawn_bodies_are_answered_or_refused(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVIK_STORED_RESPONSE_BYTES", "1m")
     seconds = float(request.config.getoption("--fuzz-seconds"))
     small = ("--max-num-seqs", "16", "--max-model-len", "256", "--threads", "1")
     with server_process(*small) as server:

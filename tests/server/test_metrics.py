@@ -35,6 +35,7 @@ from kvik.server.app import openai_routes
 from kvik.server.generation import GenerationRecord, Observer
 from kvik.server.metrics import Metrics, RequestMetricsObserver, no_more
 from kvik.server.server import Drain, Server
+from kvik.server.stored_responses import ResponseStore
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -96,6 +97,7 @@ def made(
         config=ServerConfig(metrics_compat=compat),
         model_name="story",
         drain=Drain(),
+        stored=ResponseStore(),
     )
     requests = RequestMetricsObserver()
     return Metrics(cast(Server, parts), requests, machine or no_more), requests

@@ -47,6 +47,7 @@ class Backend:
     answer: Callable[[Backend, Scope, bytes, Send], Any] | None = None
     healthy: bool = True
     role: str = "both"
+    store: str = ""
     requests: list[tuple[Scope, bytes]] = field(default_factory=list)
     gone: int = 0
 
@@ -55,6 +56,7 @@ class Backend:
         if scope["path"] in ("/health", "/v1/models"):
             status = 200 if self.healthy else 503
             content = {"object": "list", "reason": "it rests", "role": self.role}
+            content["store"] = self.store
             await respond(send, status, json.dumps(content).encode())
             return
         self.requests.append((scope, body))
@@ -379,6 +381,59 @@ def test_over_two_servers_of_kvik():
         assert ask(front, "POST", "/v1/completions", {"prompt": 5, "model": model}).status == 400
         assert [u.errors for u in made.upstreams] == [0, 0]
         assert sum(u.requests for u in made.upstreams) == 6
+
+
+def test_a_stored_response_is_continued_where_it_is():
+    def routes(server: Any) -> Any:
+        return [*openai_routes(server), *health.routes(server)]
+
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with (
+        served(routes, template=template) as one,
+        served(routes, template=template) as other,
+        in_front([one.http.url, other.http.url]) as (front, _),
+    ):
+        body = {"input": "Hi", "max_output_tokens": 2}
+        for home in (one, other) * 2:
+            last = ask(home.http, "POST", "/v1/responses", body).json["id"]
+            for _ in range(2):
+                more = {**body, "previous_response_id": last}
+                reply = ask(front, "POST", "/v1/responses", more)
+                assert reply.status == 200, reply.body
+                last = reply.json["id"]
+                for path in ("", "/input_items"):
+                    assert ask(front, "GET", f"/v1/responses/{last}{path}").status == 200
+            assert home.parts.stored.find("", last)
+            assert ask(front, "DELETE", f"/v1/responses/{last}").json["deleted"] is True
+            assert ask(front, "GET", f"/v1/responses/{last}").status == 404
+            reply = ask(front, "POST", "/v1/responses", {**more, "previous_response_id": last})
+            assert reply.error["code"] == "previous_response_not_found"
+
+
+def test_only_the_server_with_the_stored_response_is_asked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(proxy, "HEALTH_SECONDS", 0.02)
+    overloaded = replying(503, (b"retry-after", b"7"))
+    at_b, unknown = (f"resp_{name * 8}{'0' * 32}" for name in ("b", "9"))
+    with site(
+        Backend("p", role="prefill", store="aaaaaaaa"),
+        Backend("b", overloaded, role="decode", store="bbbbbbbb"),
+        Backend("c", role="decode", store="cccccccc"),
+    ) as made:
+        prefill, holder, _ = made.backends
+        reply = made.post("x" * 3000, previous_response_id=at_b)
+        assert (reply.status, reply.headers["retry-after"]) == (503, "7")
+        assert ask(made.front, "GET", f"/v1/responses/{at_b}").status == 503
+        assert len(holder.requests) == 2 and not prefill.requests
+        assert made.proxy.retries == 0
+        holder.healthy = False
+        until(lambda: not made.proxy.upstreams[1].healthy)
+        reply = ask(made.front, "DELETE", f"/v1/responses/{at_b}")
+        assert reply.status == 503 and "it rests" in reply.error["message"]
+        assert len(holder.requests) == 2
+        for response_id in (unknown, "resp_x"):  # one that may say so
+            reply = ask(made.front, "GET", f"/v1/responses/{response_id}")
+            assert reply.json["from"] == "c"
+        assert made.post("x", previous_response_id=5).json["from"] == "c"
 
 
 # -- the parts -----------------------------------------------------------------------------------

@@ -128,6 +128,24 @@ async def messaged(client: Client) -> None:
     await client.ask("/v1/messages", body, FINE)
 
 
+async def responded(client: Client) -> None:
+    body = {
+        "input": prompt(client.dice),
+        "max_output_tokens": 9,
+        "store": client.dice.random() < 0.8,
+    }
+    answer = json.loads((await client.ask("/v1/responses", body, FINE)).partition(b"\r\n\r\n")[2])
+    more = {**body, "previous_response_id": answer["id"], "stream": client.dice.random() < 0.5}
+    kept = FINE if body["store"] else WRONG
+    kept = FINE | WRONG if client.keys else kept  # each request has a key of its own
+    if client.dice.random() < 0.3:
+        await client.leave("/v1/responses", more, None, client.dice.randint(0, 5))
+    else:
+        await client.ask("/v1/responses", more, kept)
+    if client.dice.random() < 0.3:
+        await client.ask(f"/v1/responses/{answer['id']}", {}, kept, "DELETE")
+
+
 async def embedded(client: Client) -> None:
     await client.ask("/v1/embeddings", {"input": prompt(client.dice)}, FINE)
 
@@ -192,6 +210,7 @@ BEHAVIOURS: list[tuple[Behaviour, int]] = [
     (streamed, 5),
     (chatted, 3),
     (messaged, 3),
+    (responded, 3),
     (embedded, 1),
     (generated, 1),
     (left_at_once, 2),

@@ -64,7 +64,9 @@ async def answer_all(
     async with AsyncLLM(**options) as engine:
         if verbose:
             say_decisions(engine.resolved)
-        app = build_app(engine, any_model_name=True, request_timeout=MAX_SECONDS)
+        app = build_app(
+            engine, any_model_name=True, request_timeout=MAX_SECONDS, stored_response_bytes=0
+        )
         limits, replicas = engine.resolved.scheduler, engine.resolved.runner.replicas
         num_workers = min(limits.max_num_seqs * replicas + LOOKAHEAD, limits.max_queued_requests)
         queue = iter(entries)

@@ -82,6 +82,7 @@ NO_FLAGS = (  # likewise
     "otlp_endpoint",
     "pressure_max_tokens",
     "share_prefix_cache",
+    "stored_response_bytes",
 )
 STDOUT, STDERR = 1, 2
 LAST_LINES_SECONDS = 1.0  # time for the last lines to be read

@@ -138,6 +138,12 @@ class ServerConfig:
         Integer(1, 2**31 - 1),
         "most tokens of an answer while the server is under pressure; none: no such limit",
     )
+    stored_response_bytes: int = option(
+        64 << 20,
+        Integer(0, 1 << 40, "a number of bytes"),
+        "memory for responses of /v1/responses that requests can continue; the least recently used "
+        "are dropped; 0: none is kept",
+    )
     share_prefix_cache: bool = option(
         False,
         Flag(),

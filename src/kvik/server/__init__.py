@@ -3,10 +3,11 @@
 At the edge, `http_protocol.py` handles a connection, `app.py` a request and its response,
 `access.py` access control, `route.py` routes and bodies, `errors.py` error responses. From request
 to text: `texts.py` has the tokenizer and the chat template, `admission.py` the queue limits,
-`generation.py` the exchange with the engine, `responses.py` JSON and event streams. `server.py`
-assembles the parts, `run.py` serves until a signal; `metrics.py` and `tracing.py` observe.
-`asgi.py` wraps an `AsyncLLM` as an ASGI application. `proxy.py` is the proxy in front of several
-servers (`kvik route`), `transfer.py` lets one of them compute prompts for another.
+`generation.py` the exchange with the engine, `responses.py` JSON and event streams,
+`stored_responses.py` what requests of `/v1/responses` can continue. `server.py` assembles the
+parts, `run.py` serves until a signal; `metrics.py` and `tracing.py` observe. `asgi.py` wraps an
+`AsyncLLM` as an ASGI application. `proxy.py` is the proxy in front of several servers (`kvik
+route`), `transfer.py` lets one of them compute prompts for another.
 
 An endpoint is one file with its request, response, handler and routes: `native.py`, `anthropic.py`,
 `llama_server.py`, `health.py`, `admin.py`, `engine_view.py` and all of `openai/`. `pages.py` serves

@@ -259,7 +259,7 @@ class Origins:
             return None
         requested = headers.get("access-control-request-headers", "")
         return {
-            "access-control-allow-methods": "GET, POST",
+            "access-control-allow-methods": "GET, POST, DELETE",
             "access-control-allow-headers": re.sub(r"[^A-Za-z0-9_, -]", "", requested),
             "access-control-max-age": MAX_AGE,
         }

@@ -54,7 +54,7 @@ from kvik.server.server import Drain, Server, assemble
 from kvik.server.texts import Texts
 from kvik.server.tracing import Tracing, otlp_exporter
 from kvik.server.transfer import MOVES_HEADER, RESUMED_HEADER, Resumption, read_signed
-from kvik.server.unhonoured import NOTHING_KEPT
+from kvik.server.unhonoured import NOTHING_KEPT, RESPONSES_KEPT
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("kvik.access")
@@ -68,8 +68,8 @@ BATCHES = "kvik generate --prompts FILE answers a batch file"
 # What the paths of OpenAI's and Anthropic's APIs that this server lacks begin with -> what to do.
 ABSENT: Mapping[str, str] = {
     "/v1/responses/input_tokens": "/tokenize and /v1/messages/count_tokens count tokens",
-    "/v1/responses/": NOTHING_KEPT,
-    "/v1/conversations": NOTHING_KEPT,
+    "/v1/responses/compact": RESPONSES_KEPT,
+    "/v1/conversations": RESPONSES_KEPT,
     "/v1/chat/completions/": NOTHING_KEPT,
     "/v1/files": BATCHES,
     "/v1/batches": BATCHES,
@@ -243,15 +243,15 @@ class App:
         return MOVES_HEADER not in headers and resumed is not None
 
     def _no_route(self, path: str, methods: Mapping[str, Route]) -> HttpError:
-        if methods:
-            allowed = ", ".join(sorted(methods))
-            message = f"this path takes {allowed}"
-            return HttpError(405, message, code="method_not_allowed", headers={"allow": allowed})
         full = (path if path.startswith("/v1/") else f"/v1{path}").rstrip("/")
-        described = sorted({route.path for route in self.routes if route.note})
         hint = next(
             (hint_of_path for start, hint_of_path in ABSENT.items() if full.startswith(start)), None
         )
+        if methods and hint is None:
+            allowed = ", ".join(sorted(methods))
+            message = f"this path takes {allowed}"
+            return HttpError(405, message, code="method_not_allowed", headers={"allow": allowed})
+        described = sorted({route.path for route in self.routes if route.note})
         hint = hint or did_you_mean(path[:MAX_COMPARED], described)
         message = "there is nothing at this path" + (f"; {hint}" if hint else "")
         return HttpError(404, message, code="not_found")

@@ -128,6 +128,7 @@ class GenerationRequest:
         chat: the prompt is a rendered conversation.
         marks: texts to write for certain tokens.
         unenforced: parts of schemas that are not enforced.
+        movable: another server could continue it.
         field: the name of the prompt in the caller's request, for errors.
     """
 
@@ -142,6 +143,7 @@ class GenerationRequest:
     chat: bool = False
     marks: Mapping[int, str] = field(default_factory=lambda: NO_MARKS)
     unenforced: tuple[str, ...] = ()
+    movable: bool = True
     field: str = "prompt"
 
     @property
@@ -363,7 +365,8 @@ class Generations:
                     generation = self._add(request, engine_request, record, changed)
                     generation.unenforced = (*request.unenforced, *left_out)
                     generation.transfer = transfer
-                    generation.movable = len(requests) == 1 and _movable(engine_request)
+                    alone = len(requests) == 1
+                    generation.movable = alone and request.movable and _movable(engine_request)
                     if transfer.resumed is not None:
                         self._replay(generation, transfer.resumed)
                     generations.append(generation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 
 from starlette.requests import Request
@@ -14,11 +15,14 @@ from kvik.server.errors import state_in_words
 from kvik.server.route import get, routes_of
 from kvik.server.server import Server
 
+NO_FACTS: Mapping[str, str] = {}
+
 
 @get("/health", open=True, note="200 while the engine advances, else 503 and the reason.")
 async def health(server: Server, request: Request) -> Response:
-    problem = _problem(server)
-    return _answer(problem, server.engine.config.runner.role if problem is None else "both")
+    role = server.engine.config.runner.role
+    facts = {"role": role} if role != "both" else {}  # `kvik route` reads these
+    return _answer(_problem(server), facts | {"store": server.stored.name})
 
 
 @get("/ready", open=True, note="200 if there is room, too.")
@@ -44,9 +48,9 @@ def _problem(server: Server) -> tuple[str, str] | None:
     return None
 
 
-def _answer(problem: tuple[str, str] | None, role: str = "both") -> Response:
-    if problem is None:  # `kvik route` reads the role
-        return _json(200, {"status": "ok"} | ({"role": role} if role != "both" else {}))
+def _answer(problem: tuple[str, str] | None, facts: Mapping[str, str] = NO_FACTS) -> Response:
+    if problem is None:
+        return _json(200, {"status": "ok", **facts})
     status, reason = problem
     return _json(503, {"status": status, "reason": reason})
 

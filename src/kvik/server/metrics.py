@@ -104,7 +104,8 @@ ONLY_OURS = frozenset((
     "kv_tier_loaded_tokens", "kv_tier_choices", "kv_swaps", "kv_tier_lent_tokens", "kv_leases",
     "speculation_drafts_per_pos", "speculation_accepted_length", "speculation_speedup",
     "memory_bytes_per_second", "flops_per_second", "memory_bytes_ceiling", "flops_ceiling",
-    "memory_bandwidth_share", "compute_share", "bottleneck",
+    "memory_bandwidth_share", "compute_share", "bottleneck", "stored_responses",
+    "stored_response_bytes",
 ))  # fmt: skip
 
 
@@ -370,6 +371,9 @@ def _state(server: Server) -> Iterator[Metric]:
     yield gauge("engine_sleep_state", "The engine does not sleep.", states, "sleep_state")
     note = "Answers that the HTTP process is giving, without that of the scrape."
     yield gauge("open_responses", note, max(0, server.drain.num_open - 1))
+    note = "Responses that requests can continue, and their memory."
+    yield gauge("stored_responses", note, server.stored.num_responses)
+    yield gauge("stored_response_bytes", note, server.stored.num_bytes)
 
 
 def _engine(stats: EngineStats) -> Iterator[Metric]:

@@ -38,6 +38,7 @@ from kvik.core.routing import ReplicaChoice, ReplicaRouter
 from kvik.errors import KvikError
 from kvik.server.errors import RETRY, HttpError, in_messages
 from kvik.server.route import break_connection, limit_unread, until_gone
+from kvik.server.stored_responses import store_of
 from kvik.server.transfer import (
     MAX_RESUMPTION,
     MOVED_COMMENT,
@@ -86,6 +87,7 @@ CLOSE = {"connection": "close"}
 UNAVAILABLE = 503  # the server has not begun the request
 RETRIED = (502, UNAVAILABLE, 504)  # another server may succeed
 MAX_BEGUN = 2  # servers that may have begun the same request
+STORED = re.compile(r"/responses/([^/]+)")
 GENERATES = re.compile(r"/(chat/completions|completions?|messages|responses|generate)$")
 SAFE_ID = re.compile(rb"[A-Za-z0-9_.-]{1,128}")
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt_tokens|input_tokens)"\s*:\s*(\d{1,12})')
@@ -117,11 +119,13 @@ class RoutedPrompt(NamedTuple):
     Attributes:
         hashes, size: in pieces and in characters.
         session: name shared by requests that belong together.
+        store: name of the store of the response that the request is about; "": of none.
     """
 
     hashes: Sequence[bytes] = ()
     size: int = 0
     session: str = ""
+    store: str = ""
 
 
 def piece_hashes(text: bytes) -> list[bytes]:
@@ -208,6 +212,7 @@ class Upstream:
     Attributes:
         reason: why it gets no requests; "" if it does.
         role: the role that it reports; see `EngineConfig`.
+        store: name of its `ResponseStore`.
         refusal: why it last refused to continue a request of another server.
         requests, errors: numbers of requests sent to it, and of those that were lost.
     """
@@ -215,6 +220,7 @@ class Upstream:
     url: str
     reason: str = "it was not asked yet"
     role: str = "both"
+    store: str = ""
     refusal: str = ""
     unfinished: int = 0
     requests: int = 0
@@ -336,6 +342,12 @@ class Proxy:
         choice = self._router.choose(*facts, {*avoid, *prefill})
         return self._router.choose(*facts, avoid) if choice is None and prefill else choice
 
+    def without(self, store: str) -> list[int]:
+        """Return the servers that lack a store; [] if it belongs to none, so that any of them may
+        say that."""
+        lacking = [i for i, server in enumerate(self.upstreams) if server.store != store]
+        return lacking if store and len(lacking) < len(self.upstreams) else []
+
     def has_others(self, numbers: Collection[int]) -> bool:
         """Return whether a server other than these is available."""
         return any(server.healthy for i, server in enumerate(self.upstreams) if i not in numbers)
@@ -390,7 +402,8 @@ class Proxy:
         return {i for i, server in enumerate(self.upstreams) if server.role == "prefill"}
 
     def _reasons(self) -> str:
-        return "; ".join(f"{server.url}: {server.reason}" for server in self.upstreams)
+        unavailable = (server for server in self.upstreams if server.reason)
+        return "; ".join(f"{server.url}: {server.reason}" for server in unavailable)
 
     def _set(self, number: int, reason: str) -> None:
         server = self.upstreams[number]
@@ -446,6 +459,7 @@ class Proxy:
         if status == 200:
             role = _text(body, "role")
             self.upstreams[number].role = role if role in ("prefill", "decode") else "both"
+            self.upstreams[number].store = _text(body, "store")
         # Servers without this path count as healthy.
         reason = _text(body, "reason") or f"/health answers with status {status}"
         self._set(number, "" if status < 500 else reason)
@@ -552,11 +566,12 @@ class _Passing:
         if client is not None:
             headers.append((b"x-forwarded-for", str(client[0]).encode()))
         self._headers, self._content, self._prompt = headers, body, self._read_prompt(body)
-        tried: list[int] = []
+        lacking = self._proxy.without(self._prompt.store)
+        tried = [*lacking]
         while True:
             choice = self._proxy.choose(self._prompt, tried)
             if choice is None and self._closed:
-                choice, self._closed = self._proxy.choose(self._prompt, ()), False
+                choice, self._closed = self._proxy.choose(self._prompt, lacking), False
             if choice is None:
                 await self._refuse(self._proxy.unavailable(self._errors))
                 return
@@ -598,6 +613,8 @@ class _Passing:
 
     def _read_prompt(self, body: bytes) -> RoutedPrompt:
         """Return the prompt of a body; an empty one if there is none."""
+        if stored := STORED.search(self._scope["path"]):
+            return RoutedPrompt(store=store_of(stored[1]))
         if self._scope["method"] != "POST" or body.lstrip()[:1] != b"{":
             return RoutedPrompt()
         try:
@@ -607,7 +624,9 @@ class _Passing:
             return RoutedPrompt()
         session = fields.get("session_id") or fields.get("prompt_cache_key")
         name = session if isinstance(session, str) else ""
-        return RoutedPrompt(piece_hashes(text), len(text), name)
+        previous = fields.get("previous_response_id")
+        store = store_of(previous) if isinstance(previous, str) else ""
+        return RoutedPrompt(piece_hashes(text), len(text), name, store)
 
     async def _ask(
         self, choice: ReplicaChoice, tried: Collection[int], resumed: _Resumed | None = None

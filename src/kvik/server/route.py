@@ -244,10 +244,15 @@ def post(
 
 
 def get(
-    path: str, *, answer: type[msgspec.Struct] | None = None, note: str, open: bool = False
+    path: str,
+    *,
+    answer: type[msgspec.Struct] | None = None,
+    note: str,
+    open: bool = False,
+    method: str = "GET",
 ) -> Callable[[Callable[..., Awaitable[Response]]], Endpoint]:
     """Make an endpoint from a handler that takes no body."""
-    return lambda handle: Endpoint(path, handle, "GET", open, answer=answer, note=note)
+    return lambda handle: Endpoint(path, handle, method, open, answer=answer, note=note)
 
 
 def routes_of(*endpoints: Endpoint) -> Callable[[Server], list[Route]]:
@@ -306,14 +311,17 @@ def _decode(
     return convert(value, kind), ignored
 
 
-def convert(value: dict[str, Any], kind: type[T]) -> T:
+def convert(value: Mapping[str, Any], kind: type[T], *, strict: bool = True) -> T:
     """Convert decoded JSON to a Struct.
+
+    Args:
+        strict: False: texts may stand for numbers, as in a query.
 
     Raises:
         HttpError: 400, naming the field.
     """
     try:
-        return msgspec.convert(value, kind, str_keys=True)
+        return msgspec.convert(value, kind, str_keys=True, strict=strict)
     except msgspec.ValidationError as error:
         _invalid(str(error), kind)
 

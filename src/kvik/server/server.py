@@ -16,6 +16,7 @@ from kvik.server.access import Keys
 from kvik.server.admission import Admission
 from kvik.server.errors import model_not_found
 from kvik.server.generation import Generations, Observer
+from kvik.server.stored_responses import ResponseStore
 from kvik.server.texts import Texts
 
 
@@ -69,6 +70,7 @@ class Server:
         default_params: sampling parameters of the model's authors, used where a request sets none.
         keys: API keys of the callers.
         drain: whether the server is stopping, and the responses in progress.
+        stored: responses that requests can continue.
         started: in seconds since 1970.
     """
 
@@ -81,6 +83,7 @@ class Server:
     default_params: SamplingParams
     keys: Keys = field(default_factory=Keys)
     drain: Drain = field(default_factory=Drain)
+    stored: ResponseStore = field(default_factory=ResponseStore)
     started: int = 0
 
     @property
@@ -141,6 +144,7 @@ def assemble(
         admission=admission,
         default_params=default_params,
         keys=keys,
+        stored=ResponseStore(config.stored_response_bytes),
         started=int(time.time()),
     )
 

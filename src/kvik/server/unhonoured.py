@@ -18,6 +18,7 @@ Table = Mapping[str, tuple[Sequence[object], str]]
 NOTHING: Table = {}
 
 NOTHING_KEPT = "the server keeps no conversations: send all of it"
+RESPONSES_KEPT = "the server keeps responses, but no conversations: give previous_response_id"
 STRUCTURED = "give response_format or structured_outputs"
 BEAMS = "beam search is not supported"
 

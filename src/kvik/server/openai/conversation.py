@@ -103,7 +103,7 @@ MEDIA = "only text is supported"
 Variable = str | int | float | bool | None
 
 
-class ContentPart(Struct, kw_only=True):
+class ContentPart(Struct, kw_only=True, omit_defaults=True):
     """A part of a message's content; only text is supported, also that of a refusal."""
 
     type: str

@@ -1,12 +1,13 @@
-"""POST /v1/responses, stateless: each request contains the whole conversation."""
+"""POST /v1/responses, and the responses that the server keeps."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -29,18 +30,26 @@ from kvik.server.openai.conversation import (
     conversation_text,
 )
 from kvik.server.openai.requests import Name, TreatmentFields, check_output_fits, generation_request
-from kvik.server.responses import ResponseFormat, generation_response, json_event, start_all
-from kvik.server.route import caller_of, context_of, post, routes_of
+from kvik.server.responses import (
+    ResponseFormat,
+    generation_response,
+    json_event,
+    json_response,
+    offload,
+    start_all,
+)
+from kvik.server.route import caller_of, context_of, convert, get, post, routes_of
 from kvik.server.server import Server
+from kvik.server.stored_responses import StoredResponse
 from kvik.server.texts import Texts
 from kvik.server.tools import MAX_NAME, AnswerForm, Function, ToolUse
-from kvik.server.unhonoured import NOTHING_KEPT, SAMPLING, Table, limited_by, missing
+from kvik.server.unhonoured import RESPONSES_KEPT, SAMPLING, Table, limited_by, missing
 from kvik.text.chat_template import MAX_MESSAGES
 from kvik.text.tool_calls import AnswerDelta
 from kvik.text.tool_grammar import ToolMode
 
 
-class InputItem(Struct, kw_only=True):
+class InputItem(Struct, kw_only=True, omit_defaults=True):
     """A message, a tool call, its result, or a thought."""
 
     type: str | None = None  # "message"
@@ -101,6 +110,8 @@ class ResponsesRequest(TreatmentFields, kw_only=True):
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
     model: Name | None = None
+    previous_response_id: Name | None = None
+    store: bool | None = None
     instructions: str | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
@@ -118,20 +129,19 @@ class ResponsesRequest(TreatmentFields, kw_only=True):
     include: Any = None
     safety_identifier: Any = None
     service_tier: Any = None
-    store: Any = None
     stream_options: Any = None
     truncation: Any = None
     user: Any = None
 
 
+IN_FOREGROUND = "a response is generated while its client waits, and ends if that disconnects"
 UNHONOURED: Table = {
     **SAMPLING,
     **missing(ResponsesRequest.__struct_fields__, "text.format"),
     **limited_by("max_output_tokens"),
     "reasoning_effort": ((), "give reasoning.effort"),
-    "previous_response_id": ((), NOTHING_KEPT),
-    "conversation": ((), NOTHING_KEPT),
-    "background": ((False,), "answers are not kept"),
+    "conversation": ((), RESPONSES_KEPT),
+    "background": ((False,), IN_FOREGROUND),
     "prompt": ((), "the server keeps no prompts"),
     "max_tool_calls": ((), "the server calls no tools"),
     "top_logprobs": ((0,), "log probabilities are for /v1/chat/completions"),
@@ -147,8 +157,20 @@ CUSTOM = {
 }
 
 
-def response_messages(body: ResponsesRequest) -> list[ChatMessage]:
+def input_items(body: ResponsesRequest) -> list[InputItem]:
+    """Return the input of a body as items."""
+    if isinstance(body.input, str):
+        return [InputItem(type="message", role="user", content=body.input)]
+    return body.input
+
+
+def response_messages(
+    body: ResponsesRequest, earlier: Sequence[InputItem] = ()
+) -> list[ChatMessage]:
     """Return the messages of a body as chat messages.
+
+    Args:
+        earlier: items of the conversation that it continues.
 
     Raises:
         ParamError: an item has an unknown type or lacks a field.
@@ -156,9 +178,7 @@ def response_messages(body: ResponsesRequest) -> list[ChatMessage]:
     messages = []
     if body.instructions:
         messages.append(ChatMessage(role="system", content=body.instructions))
-    if isinstance(body.input, str):
-        return [*messages, ChatMessage(role="user", content=body.input)]
-    for i, item in enumerate(body.input):
+    for i, item in enumerate((*earlier, *input_items(body)), -len(earlier)):
         place = f"input.{i}"
         match item.type:
             case None | "message" if item.role is not None:
@@ -185,7 +205,7 @@ def response_messages(body: ResponsesRequest) -> list[ChatMessage]:
             case "reasoning":
                 continue  # thoughts of earlier turns are not shown to the model
             case "item_reference":
-                raise ParamError(f"{place}.type", f"refers to a stored item; {NOTHING_KEPT}")
+                raise ParamError(f"{place}.type", "must be an item itself, not a reference")
             case _:
                 raise ParamError(f"{place}.type", f"{str(item.type)[:40]!r} is not supported")
     return messages
@@ -335,14 +355,14 @@ class ResponseObject(Struct, kw_only=True):
     output: list[dict[str, Any]]
     incomplete_details: dict[str, str] | None
     usage: dict[str, Any] | None
-    error: None = None
+    error: dict[str, str] | None
     instructions: str | None
     max_output_tokens: int | None
     metadata: dict[str, str]
     parallel_tool_calls: bool
-    previous_response_id: None = None
+    previous_response_id: str | None
     reasoning: dict[str, Any]
-    store: bool = False
+    store: bool
     temperature: float
     text: dict[str, Any]
     tool_choice: Any
@@ -357,6 +377,10 @@ async def responses(server: Server, request: Request, body: ResponsesRequest) ->
     model, defaults = server.served(body.model)
     tenant = caller_of(request).tenant
     texts = server.texts.of(tenant)
+    previous, earlier = None, list[InputItem]()
+    if body.previous_response_id is not None:
+        previous = _stored(server, tenant, body.previous_response_id, "previous_response_id")
+        earlier = await offload(previous.total_size >> 8, partial(_conversation, previous))
     server.generations.check_capacity(tenant, 1)
     use, ignored = response_tools(body, texts)
     context = context_of(request)
@@ -373,33 +397,169 @@ async def responses(server: Server, request: Request, body: ResponsesRequest) ->
     if body.text is not None and body.text.verbosity not in (None, "medium"):
         context.ignore(["text.verbosity"])
     effort = None if body.reasoning is None else body.reasoning.effort
-    chat = ChatRequest(messages=response_messages(body))
+    chat = ChatRequest(messages=response_messages(body, earlier))
     if effort is not None and texts.form.thinks:
         chat.chat_template_kwargs = effort_variables(effort, texts.form, None)
     elif effort not in (None, "none"):  # agents send it to every model
         context.ignore(["reasoning.effort"])
     with rename_fields(messages="input"):
         prompt = await conversation_text(texts, chat.messages, chat, use)
+    stored, keep = StoredResponse(server.stored.new_id(), previous), None
+    if server.stored.max_bytes and body.store is not False:
+        items = input_items(body)
+        stored.input_items = await offload(len(items), partial(_encoded, items))
+
+        def keep(response: ResponseObject) -> None:
+            stored.response = msgspec.json.encode(response)
+            server.stored.add(tenant, stored)
+
     answer = AnswerForm.behind(prompt, texts.form, use, anew=True)
     params = answer.constrained(params)
     with rename_fields(prompt="input", max_tokens="max_output_tokens"):
         ids = await texts.encode(prompt, add_special_tokens=False)
         check_output_fits(server, len(ids), body.max_output_tokens, "max_output_tokens")
-        requests = [generation_request(body, ids, params, "input", answer)]
-        (generation,) = await start_all(server, request, requests, stream=body.stream)
-    form = ResponseEvents(model, body, params, answer)
+        prepared = generation_request(body, ids, params, "input", answer)
+        prepared = replace(prepared, movable=previous is None)  # others lack what it continues
+        (generation,) = await start_all(server, request, [prepared], stream=body.stream)
+    form = ResponseEvents(model, body, params, answer, stored.id, keep)
     return await generation_response(request, [generation], form, body.stream)
 
 
+def _stored(server: Server, tenant: str, response_id: str, param: str) -> StoredResponse:
+    response = server.stored.find(tenant, response_id)
+    if response is None:
+        previous = param == "previous_response_id"
+        name = "Previous response" if previous else "Response"
+        raise HttpError(
+            400 if previous else 404,
+            f"{name} with id {response_id[:80]!r} not found: the server has dropped it, or never "
+            "kept it; send the whole conversation",
+            param,
+            "previous_response_not_found" if previous else "response_not_found",
+        )
+    return response
+
+
+def _conversation(previous: StoredResponse) -> list[InputItem]:
+    """Return the items of a conversation up to the output of a response."""
+    items = (*previous.context(), *previous.output())
+    return [msgspec.json.decode(item, type=InputItem) for item in items]
+
+
+ID_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
+
+
+def _encoded(items: Sequence[InputItem]) -> bytes:
+    """Return items of an input in the API's format, with new ids, as JSON."""
+    encoded = []
+    for item in items:
+        kind = item.type or "message"
+        shown = {"type": kind, "status": "completed", **msgspec.to_builtins(item)}
+        shown["id"] = f"{ID_PREFIXES[kind]}_{secrets.token_hex(12)}"
+        if kind == "message" and not isinstance(item.content, list):
+            part = "output_text" if item.role == "assistant" else "input_text"
+            shown["content"] = [{"type": part, "text": item.content or ""}]
+        encoded.append(msgspec.json.encode(shown))
+    return b"[" + b",".join(encoded) + b"]"
+
+
+class ItemPage(Struct, kw_only=True):
+    """Some of the items that a response was generated from."""
+
+    object: Literal["list"] = "list"
+    data: list[msgspec.Raw]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class ItemQuery(Struct, kw_only=True):
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+
+
+class _Identified(Struct):
+    id: str
+
+
+def _requested(server: Server, request: Request) -> StoredResponse:
+    tenant, response_id = caller_of(request).tenant, request.path_params["response_id"]
+    return _stored(server, tenant, response_id, "response_id")
+
+
+STORED = "/v1/responses/{response_id}"
+
+
+@get(STORED, answer=ResponseObject, note="A response that the server keeps.")
+async def stored_response(server: Server, request: Request) -> Response:
+    response = _requested(server, request)
+    if request.query_params.get("stream", "false") != "false":
+        raise ParamError("stream", IN_FOREGROUND)
+    return Response(response.response, media_type="application/json")
+
+
+@get(STORED, method="DELETE", note="Delete a response that the server keeps.")
+async def deletion(server: Server, request: Request) -> Response:
+    response = _requested(server, request)
+    server.stored.delete(caller_of(request).tenant, response)
+    return json_response({"id": response.id, "object": "response", "deleted": True})
+
+
+@get(f"{STORED}/cancel", method="POST", note="")
+async def cancellation(server: Server, request: Request) -> Response:
+    _requested(server, request)
+    raise ParamError("response_id", IN_FOREGROUND)
+
+
+@get(f"{STORED}/input_items", answer=ItemPage, note="The items that a response was generated from.")
+async def item_page(server: Server, request: Request) -> Response:
+    response = _requested(server, request)
+    query = convert(request.query_params, ItemQuery, strict=False)
+    items = await offload(response.total_size >> 8, response.context)
+    if query.order == "desc":
+        items.reverse()
+    ids = [msgspec.json.decode(item, type=_Identified).id for item in items]
+    start = 0
+    if query.after is not None:
+        if query.after not in ids:
+            raise ParamError("after", "must be the id of an item of this list")
+        start = ids.index(query.after) + 1
+    end = start + query.limit
+    page = ids[start:end]
+    first, last = (page[0], page[-1]) if page else (None, None)
+    more = end < len(items)
+    return json_response(
+        ItemPage(data=items[start:end], first_id=first, last_id=last, has_more=more)
+    )
+
+
 class ResponseEvents(ResponseFormat):
-    """The `ResponseFormat` of responses: items that are opened, extended and closed."""
+    """The `ResponseFormat` of responses: items that are opened, extended and closed.
+
+    Args:
+        keep: stores the response when it has ended; None: it is not stored.
+    """
 
     resumable = False  # its last events repeat the ids of all items
 
     def __init__(
-        self, model: str, body: ResponsesRequest, params: SamplingParams, answer: AnswerForm
+        self,
+        model: str,
+        body: ResponsesRequest,
+        params: SamplingParams,
+        answer: AnswerForm,
+        response_id: str,
+        keep: Callable[[ResponseObject], None] | None,
     ) -> None:
-        self._id = f"resp_{secrets.token_hex(16)}"
+        self._id, self._keep = response_id, keep
         self._created = int(time.time())
         self._model, self._body, self._params, self._answer = model, body, params, answer
         self._tools = {
@@ -418,15 +578,12 @@ class ResponseEvents(ResponseFormat):
                 for _ in self._item_events(delta):
                     pass
         status = _status(output)
-        shown = [item.shown("completed") for item in self._items]
-        if shown:
-            shown[-1]["status"] = status
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return self._object(status, shown, details, self._usage(output))
+        return self._ended(self._object(status, self._shown(status), details, self._usage(output)))
 
     def begin(self) -> bytes:
         self._streamed = True
-        start = self._object("in_progress", [], None, None)
+        start = self._object("in_progress", [])
         kinds = ("response.created", "response.in_progress")
         return b"".join(self._event({"type": kind, "response": start}) for kind in kinds)
 
@@ -444,6 +601,8 @@ class ResponseEvents(ResponseFormat):
     def failed(self, error: HttpError) -> bytes:
         # The client raises an `error`, others read the event's own fields.
         fields = msgspec.to_builtins(error.body())["error"]
+        reason = {"code": "server_error", "message": fields["message"]}
+        self._ended(self._object("failed", self._shown("incomplete"), error=reason))
         return self._event({**fields, "type": "error", "error": fields})
 
     def _item_events(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
@@ -519,12 +678,25 @@ class ResponseEvents(ResponseFormat):
         self._number += 1
         return json_event(event, event["type"])
 
+    def _shown(self, status: str) -> list[dict[str, Any]]:
+        """Return all items, the last one with this status."""
+        shown = [item.shown("completed") for item in self._items]
+        if shown:
+            shown[-1]["status"] = status
+        return shown
+
+    def _ended(self, response: ResponseObject) -> ResponseObject:
+        if self._keep is not None:
+            self._keep(response)
+        return response
+
     def _object(
         self,
         status: str,
         output: list[dict[str, Any]],
-        details: dict[str, str] | None,
-        usage: dict[str, Any] | None,
+        details: dict[str, str] | None = None,
+        usage: dict[str, Any] | None = None,
+        error: dict[str, str] | None = None,
     ) -> ResponseObject:
         body = self._body
         effort = None if body.reasoning is None else body.reasoning.effort
@@ -537,11 +709,14 @@ class ResponseEvents(ResponseFormat):
             output=output,
             incomplete_details=details,
             usage=usage,
+            error=error,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             metadata=body.metadata or {},
             parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
             reasoning={"effort": effort, "summary": None},
+            store=self._keep is not None,
             temperature=self._params.temperature,
             text={"format": {"type": "text"} if text is None else text},
             tool_choice=body.tool_choice or "auto",
@@ -566,4 +741,4 @@ def _status(output: RequestOutput) -> str:
     return "incomplete" if output.outputs[0].finish_reason == "length" else "completed"
 
 
-routes = routes_of(responses)
+routes = routes_of(responses, stored_response, deletion, cancellation, item_page)
