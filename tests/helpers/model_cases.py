@@ -263,6 +263,16 @@ CASES = {
     "gemma4-small-heads": case(
         "Gemma4", GEMMA4, head_dim=12, global_head_dim=8, attention_bias=True
     ),
+    "gemma4-unified": case(  # 12B
+        "Gemma4Unified",
+        head_dim=16,
+        global_head_dim=32,
+        sliding_window=9,
+        num_hidden_layers=6,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        final_logit_softcapping=3.0,
+    ),
     "granite": case("Granite", MULTIPLIERS),
     "granite-biases": case("Granite", attention_bias=True, mlp_bias=True),
     "seed-oss": case("SeedOss", UNDROPPED, head_dim=16),

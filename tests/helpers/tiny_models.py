@@ -45,7 +45,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 # Families whose text models have their own configuration class.
-TEXT_CONFIGS = ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe", "Llama4")
+TEXT_CONFIGS = ("Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe", "Llama4")
 
 LLAMA4: dict[str, Any] = {
     "num_hidden_layers": 4,

@@ -150,6 +150,7 @@ class Gemma4(Decoder):
     def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:
         for encoder in ("vision_tower", "embed_vision", "audio_tower", "embed_audio"):
             builder.skip(f"model.{encoder}")
+        builder.skip("model.vision_embedder")
         scopes = ("model.language_model", "model")
         super().__init__(spec, builder, Gemma4Layer, scopes=scopes)
         self.inputs = None
@@ -332,5 +333,27 @@ GEMMA4_IMAGES = replace(
     name="Gemma4ForConditionalGeneration",
     model_type="gemma4",
     models="Gemma 4, text part of models that read images",
+    inside="text_config",
+)
+# The 12B, which reads patches of images and frames of sound without encoders.
+GEMMA4_UNIFIED = replace(
+    GEMMA4,
+    name="Gemma4UnifiedForCausalLM",
+    model_type="gemma4_unified_text",
+    models="Gemma 4 12B, text part alone",
+    experts=None,
+    optional_experts=False,
+    defaults={
+        **GEMMA4.defaults,
+        "max_position_embeddings": 262_144,
+        "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0,
+    },
+)
+GEMMA4_UNIFIED_IMAGES = replace(
+    GEMMA4_UNIFIED,
+    name="Gemma4UnifiedForConditionalGeneration",
+    model_type="gemma4_unified",
+    models="Gemma 4 12B, text part of a model that reads images and sound",
     inside="text_config",
 )
