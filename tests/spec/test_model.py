@@ -314,6 +314,16 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
 }
 
 
+def test_the_text_model_may_name_another_architecture() -> None:
+    text = {**small(), **EXPERTS, **ONE_GROUP, "model_type": "mistral4"}
+    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    spec = ModelSpec.from_config(whole)
+    assert spec == ModelSpec.from_config({**text, "architectures": ["Mistral4ForCausalLM"]})
+    assert spec.latent is not None
+    text["model_type"] = "ministral3"
+    assert ModelSpec.from_config(whole).architecture == "Mistral3ForConditionalGeneration"
+
+
 def test_every_architecture_is_read() -> None:
     for name in ARCHITECTURES:
         labels = {"num_labels": 1} if name.endswith("Classification") else {}

@@ -121,6 +121,14 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
     (of("Lfm3", layer_types=["conv"] * 4), "layer_types"),
     (of("Lfm3", layer_types=["conv", "chunked_attention", "conv", "conv"]), "layer_types"),
     (of("Lfm3", use_attention_gate=False), "use_attention_gate"),
+    (
+        of(
+            "Mistral4",
+            **MIXER,
+            rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.3},
+        ),
+        "rope_parameters partial_rotary_factor",
+    ),
     (of("NemotronH"), "hybrid_override_pattern"),
     (of("NemotronH", hybrid_override_pattern="M*-"), "hybrid_override_pattern"),
     (of("NemotronH", hybrid_override_pattern="M*-X"), "hybrid_override_pattern"),

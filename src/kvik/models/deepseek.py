@@ -1,5 +1,6 @@
 """DeepSeek-V2, V2.5, V3 and R1 (DeepSeek-AI 2024, arXiv 2405.04434 and 2412.19437): multi-head
-latent attention, and routed experts after the first layers; and GLM-4.7-Flash, of the same form."""
+latent attention, and routed experts after the first layers; and GLM-4.7-Flash and Mistral 4, of the
+same form."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from kvik.models.decoder import PreNormLayer, without_predictors
+from kvik.models.decoder import PreNormLayer, text_decoder, without_predictors
 from kvik.spec.declare import (
     SEPARATE,
     Architecture,
@@ -17,8 +18,8 @@ from kvik.spec.declare import (
     separate_wiring,
 )
 from kvik.spec.experts import MAX_EXPERTS, Router, corrected_router, read_experts, read_groups
-from kvik.spec.fields import Fields
-from kvik.spec.layers import LatentSpec, PredictorSpec, latent_layers
+from kvik.spec.fields import MAX_WIDTH, Fields
+from kvik.spec.layers import LatentSpec, LayerSpec, PredictorSpec, QueryScale, latent_layers
 from kvik.spec.model import ModelFacts
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class DeepseekAttention:
         scale = latent.query**-0.5 * stretch**2
         self.attend = builder.latent_attention(ups, layer, heads, latent, scale)
         self.o = builder.linear("o_proj", heads * latent.value, hidden, bias=spec.o_bias, role="o")
+        query_scale = spec.layers[layer].query_scale
+        self.scale = None if query_scale is None else builder.query_scale(query_scale)
         builder.ignore("rotary_emb.inv_freq")
 
     def __call__(
@@ -86,7 +89,7 @@ class DeepseekAttention:
         assert rotation is not None
         latent, heads = self.latent, self.heads
         narrow = x if self.down is None else self.q_norm(self.down(x, ctx))
-        q = self.q(narrow, ctx)
+        q = self.q(narrow if self.scale is None else self.scale(narrow, ctx), ctx)
         nope, q_rope = q.split_with_sizes((heads * latent.nope, heads * latent.rope), 1)
         vector, k_rope = self.kv(x, ctx).split_with_sizes((latent.rank, latent.rope), 1)
         attended = self.attend(
@@ -213,5 +216,84 @@ GLM4_MOE_LITE = replace(
         "q_lora_rank": 768,
         "v_head_dim": 256,
         "qk_nope_head_dim": 192,
+    },
+)
+
+
+def mistral4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Latent attention, whose queries are scaled up by their positions in long contexts."""
+    rope, key = fields.inside("rope_parameters"), "partial_rotary_factor"
+    turned, nope = (
+        fields.integer(f"qk_{part}_head_dim", 1, MAX_WIDTH, 64) for part in ("rope", "nope")
+    )
+    share = turned / (turned + nope)
+    if abs(rope.number(key, 0.0, 1.0, share) - share) > 1e-6:
+        raise rope.error(key, f"must be qk_rope_head_dim's share of a head, {share:g}")
+    stored = {k: v for k, v in (fields.mapping("rope_parameters") or {}).items() if k != key}
+    read = latent_layers(
+        fields.changed({"rope_parameters": stored}),
+        layers,
+        positions,
+        interleaved="rope_interleave",
+    )
+    weight, spec = rope.number("llama_4_scaling_beta", 0.0, 1e6, 0.0), read[0].rope
+    assert spec is not None
+    scale = QueryScale(spec.original_max_position, weight, first=0) if weight else None
+    return tuple(replace(layer, query_scale=scale) for layer in read)
+
+
+def mistral4_router(fields: Fields, experts: int, active: int) -> Router:
+    """Return a router of softmax scores, in groups that are ranked by their best two."""
+    groups, groups_kept = read_groups(fields, experts, active)
+    return Router(
+        experts,
+        active,
+        groups=groups,
+        kept_groups=groups_kept,
+        group_by="best two",
+        normalised=fields.boolean("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 0.0, 1e6, 1.0),
+    )
+
+
+# Mistral 4 (Mistral AI 2026), alone or in a model that reads images.
+MISTRAL4 = replace(
+    DEEPSEEK3,
+    name="Mistral4ForCausalLM",
+    model_type="mistral4",
+    models="Mistral 4",
+    make=partial(text_decoder, make_layer=partial(PreNormLayer, attention=DeepseekAttention)),
+    inside="text_config",
+    layers=mistral4_layers,
+    experts=partial(read_experts, router=mistral4_router, shared="n_shared_experts"),
+    predictor=None,
+    eos_token_ids=(2,),
+    gguf=None,
+    gguf_marker=(),
+    defaults={
+        "vocab_size": 131_072,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 1_048_576,
+        "n_shared_experts": 1,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 2048,
+        "kv_lora_rank": 256,
+        "q_lora_rank": 1024,
+        "qk_nope_head_dim": 64,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 128.0,
+            "original_max_position_embeddings": 8192,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
     },
 )

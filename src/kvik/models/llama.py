@@ -89,6 +89,7 @@ MISTRAL3_IMAGES = replace(
     models="Mistral Small 3 and Ministral 3, text part of models that read images",
     make=text_decoder,
     inside="text_config",
+    inside_types={"mistral4": "Mistral4ForCausalLM"},
     defaults={
         "vocab_size": 32_000,
         "hidden_size": 4096,

@@ -387,7 +387,9 @@ def _architecture(fields: Fields) -> str:
     names = fields.strings("architectures")
     for name in names:
         if name in ARCHITECTURES:
-            return name
+            arch = ARCHITECTURES[name]
+            of_text = fields.inside(arch.inside).raw("model_type") if arch.inside_types else None
+            return arch.inside_types.get(str(of_text), name)
     if not names:
         family = fields.raw("model_type")
         for name, arch in ARCHITECTURES.items():

@@ -677,8 +677,8 @@ class Builder(LayerBuilder):
 
     def query_scale(self, spec: QueryScale) -> ScaledQueries:
         if spec not in self._query_scales:
-            ends = torch.arange(1, self.max_model_len + 1, device=self.device)
-            table = 1.0 + spec.weight * torch.log1p((ends // spec.step).float())
+            counted = spec.first + torch.arange(self.max_model_len, device=self.device)
+            table = 1.0 + spec.weight * torch.log1p((counted // spec.step).float())
             self._query_scales[spec] = table[:, None]
         return ScaledQueries(self.ops, self._query_scales[spec])
 

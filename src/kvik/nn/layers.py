@@ -165,7 +165,7 @@ class ScaledQueries:
     table: Tensor  # [positions, 1] fp32
 
     def __call__(self, q: Tensor, ctx: ForwardContext) -> Tensor:
-        """q [tokens, heads, head_dim] -> the same shape."""
+        """q [tokens, ...] -> the same shape."""
         scale = self.ops.gather_rows(self.table, ctx.positions)
         return self.ops.gated(q.flatten(1), scale, "none").view(q.shape)
 

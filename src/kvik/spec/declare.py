@@ -128,6 +128,7 @@ class Architecture:
         keys: usual name of a config.json key -> its name in this architecture.
         inside: key of the object that describes the text model, if config.json describes more; "":
             none.
+        inside_types: `model_type` in that object -> another architecture, which it names.
         fixed: keys with the only supported value; another value would change the arithmetic.
         gguf: `general.architecture` of its GGUF files; None: none exist.
         gguf_experts: the same of its models with experts; "": no other.
@@ -186,6 +187,7 @@ class Architecture:
     defaults: Mapping[str, object] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     inside: str = ""
+    inside_types: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, bool] = field(default_factory=dict)
     gguf: str | None = None
     gguf_experts: str = ""
@@ -304,7 +306,7 @@ class LinearLayer(Protocol):
 FeedForward = LinearLayer  # x, residual [tokens, hidden] -> [tokens, hidden]
 # x [tokens, inputs] -> [tokens, heads, head_dim] of each projection
 HeadsLayer: TypeAlias = "Callable[[Tensor, ForwardContext], list[Tensor]]"
-# q [tokens, heads, head_dim] -> the same, times a number per token
+# q [tokens, ...] -> the same, times a number per token
 ScaledQueriesLayer: TypeAlias = "Callable[[Tensor, ForwardContext], Tensor]"
 # x [tokens, channels] -> [tokens, channels]; reads and writes the states
 StateLayer: TypeAlias = "Callable[[Tensor, ForwardContext], Tensor]"

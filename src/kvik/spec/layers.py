@@ -81,11 +81,12 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True)
 class QueryScale:
-    """Scales queries at position p by 1 + weight * log(1 + (p + 1) // step), so that their softmax
-    does not flatten with more keys (Llama 4; Nakanishi 2025, arXiv 2501.19399)."""
+    """Scales queries at position p by 1 + weight * log(1 + (p + first) // step), so that their
+    softmax does not flatten with more keys (Llama 4; Nakanishi 2025, arXiv 2501.19399)."""
 
     step: int
     weight: float
+    first: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class LayerSpec:
         value_is_key: it has no value projection; values are the keys before norm and rotation.
         inner: width of its MLP, also of one in addition to experts; None: the model's.
         token_input: width of a vector per token that only this layer reads; 0: none.
-        query_scale: of its queries, in layers without positions; None: 1.
+        query_scale: of its queries; None: 1.
         budget: how many tokens of a request it keeps; None: all.
         bidirectional: in an encoder, the distance up to which a query sees keys on either side. All
             layers use one cache, whose content lasts for a step. None: attention is causal.
