@@ -281,10 +281,10 @@ def collectives(shape: ModelShape, *, exact: bool) -> Collectives:
     states, and one after the MLP or experts.
     """
     if not exact:
-        kinds = [
-            {m.role == "o" for m in each.matrices if m.role in SECOND} for each in shape.layers
+        each = [
+            len({m.role == "o" for m in layer.matrices if m.role in SECOND})
+            for layer in shape.layers
         ]
-        each = [len(found) for found in kinds]
         return Collectives("all-reduce", sum(each), max(each), max(each) * shape.hidden_size)
     counts: list[int] = []
     numbers: list[int] = []
