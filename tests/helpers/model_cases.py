@@ -32,6 +32,7 @@ ROUTED = {
     "moe_intermediate_size": 24,
     "routed_scaling_factor": 1.7,
 }
+SPARSE = {**ROUTED, "intermediate_size": ROUTED["moe_intermediate_size"]}  # in every layer
 
 MULTIPLIERS = {
     "embedding_multiplier": 3.0,
@@ -118,6 +119,24 @@ CASES = {
     ),
     "ministral3-window": case(
         "Ministral3", rope(**YARN, factor=4.0, llama_4_scaling_beta=0.7), sliding_window=9
+    ),
+    "ministral": case("Ministral", head_dim=16, sliding_window=9),
+    "ministral-types": case(
+        "Ministral",
+        head_dim=8,
+        sliding_window=9,
+        layer_types=["full_attention"] + ["sliding_attention"] * 2,
+        tie_word_embeddings=True,
+    ),
+    "cwm": case("Cwm", num_hidden_layers=5, head_dim=16, sliding_window=9),
+    "cwm-bias-types": case(
+        "Cwm",
+        rope(rope_type="default"),
+        head_dim=8,
+        mlp_bias=True,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        tie_word_embeddings=True,
     ),
     "qwen2": case("Qwen2"),
     "qwen2-tied": case("Qwen2", tie_word_embeddings=True),
@@ -392,6 +411,32 @@ CASES = {
         n_shared_experts=2,
         norm_topk_prob=False,
         first_k_dense_replace=0,
+    ),
+    "dots1": case("Dots1", ROUTED, n_shared_experts=1, first_k_dense_replace=1),
+    "dots1-groups-window": case(
+        "Dots1",
+        ROUTED,
+        head_dim=16,
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=True,
+        attention_bias=True,
+        sliding_window=9,
+        max_window_layers=1,
+    ),
+    "solar-open": case("SolarOpen", SPARSE, head_dim=16, rms_norm_eps=0.1),
+    "solar-open-groups": case(
+        "SolarOpen",
+        SPARSE,
+        rope(**YARN, factor=4.0),
+        head_dim=8,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=2,
+        norm_topk_prob=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
     ),
     "granite-moe": case("GraniteMoe", MULTIPLIERS, num_local_experts=4, num_experts_per_tok=2),
     "granite4": case(

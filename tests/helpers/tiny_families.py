@@ -55,6 +55,14 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
         "first_k_dense_replace": 1,
     },
+    "Dots1": {
+        **HEAD,
+        **SOME,
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.7,
+        "first_k_dense_replace": 1,
+    },
     "MiniMaxM2": {
         **HEAD,
         "num_local_experts": 6,

@@ -127,6 +127,8 @@ def tiny_model(family: str, *, seed: int = 0, **options: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5, generator=generator)
+            elif name.endswith("correction_bias"):
+                buffer.normal_(0.0, 0.2, generator=generator)
     return model
 
 

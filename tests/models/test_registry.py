@@ -119,6 +119,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "Glm4MoeForCausalLM": {"head_dim": 128},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 32},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
+    "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2},
     "Gemma3TextModel": {"use_bidirectional_attention": True},
 }
 # These need another number of labels, are unknown to transformers, or are no text models.

@@ -153,6 +153,10 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
     (of("Ernie4_5_Moe", moe_num_experts=4, moe_k=5), "moe_k"),
     (of("Ernie4_5_Moe", use_bias=True), "use_bias"),
     (of("Nemotron", hidden_act="silu"), "hidden_act"),
+    (of("Cwm", layer_types=["sliding_attention"]), "layer_types"),
+    (of("Ministral", sliding_window=0), "sliding_window"),
+    (of("SolarOpen", first_k_dense_replace=1), "first_k_dense_replace"),
+    (of("SolarOpen", use_qk_norm=True), "use_qk_norm"),
     (of("GPTNeo", num_layers=2, num_heads=4, attention_layers=["global"]), "attention_layers"),
     (of("GPTJ", n_embd=32, n_head=4, n_layer=2, n_positions=64, rotary_dim=9), "rotary_dim"),
     (

@@ -1,6 +1,6 @@
 """GLM-4 (Zhipu AI 2024): a Llama in which half of each head is rotated, in pairs of neighbours;
-GLM-4-0414 (Z.ai 2025), with norms before and after its blocks; and GLM-4.5 to 4.7, with routed
-experts."""
+GLM-4-0414 (Z.ai 2025), with norms before and after its blocks; GLM-4.5 to 4.7, with routed experts;
+and Solar Open, with the experts of GLM-4.5."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from kvik.models.decoder import (
 )
 from kvik.models.qwen3 import Qwen3Attention
 from kvik.spec.declare import Architecture, LayerBuilder
-from kvik.spec.experts import corrected_router, read_experts
+from kvik.spec.experts import ExpertsSpec, corrected_router, read_experts
+from kvik.spec.fields import Fields
 from kvik.spec.layers import PredictorSpec, rotary_layers
 from kvik.spec.model import ModelFacts
 
@@ -86,4 +87,33 @@ GLM4_MOE = Architecture(
     eos_token_ids=(151329, 151336, 151338),
     gguf="glm4moe",
     gguf_names={"post_attention_norm": "post_attention_layernorm"},
+)
+
+
+def solar_experts(fields: Fields, layers: int) -> tuple[ExpertsSpec | None, ...]:
+    """Every layer has experts."""
+    fields.integer("first_k_dense_replace", 0, 0, 0)
+    return read_experts(fields, layers, router=corrected_router, shared="n_shared_experts")
+
+
+# Solar Open (Upstage 2025).
+SOLAR_OPEN = Architecture(
+    "SolarOpenForCausalLM",
+    "solar_open",
+    "Solar Open",
+    Decoder,
+    experts=solar_experts,
+    qkv_bias="attention_bias",
+    head_dim=128,
+    fixed={"use_qk_norm": False},
+    keys={"intermediate_size": "moe_intermediate_size"},
+    defaults={
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "n_shared_experts": 1,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1280,
+    },
 )

@@ -9,7 +9,11 @@ from functools import partial
 from kvik.models.decoder import Decoder, text_decoder
 from kvik.models.eagle3 import WIRINGS, Eagle3Head
 from kvik.spec.declare import Architecture, LayerBuilder
+from kvik.spec.fields import Fields
 from kvik.spec.layers import (
+    FULL,
+    SLIDING,
+    LayerSpec,
     PredictorSpec,
     optional_rotary_layers,
     switched_layers,
@@ -46,6 +50,17 @@ MISTRAL = Architecture(
     gguf="llama",
     gguf_marker=("attention.sliding_window", 1, ""),
     gguf_pairs=True,
+)
+# Ministral 8B (Mistral AI 2024): every layer has the window, or those in `layer_types`.
+MINISTRAL = replace(
+    MISTRAL,
+    name="MinistralForCausalLM",
+    model_type="ministral",
+    models="Ministral 8B",
+    layers=switched_layers,
+    defaults={"num_key_value_heads": 8, "use_sliding_window": True, "max_window_layers": 0},
+    gguf=None,
+    gguf_marker=(),
 )
 # Ministral 3 (Mistral AI 2025): in long contexts, queries are scaled up by their positions.
 MINISTRAL3 = Architecture(
@@ -98,6 +113,40 @@ MISTRAL3_IMAGES = replace(
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "max_position_embeddings": 131_072,
+    },
+)
+
+
+def cwm_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Layers with a window; each fourth one, from the first on, without."""
+    types = [FULL if i % 4 == 0 else SLIDING for i in range(layers)]
+    chosen = fields.raw("layer_types") or types
+    return switched_layers(fields.changed({"layer_types": chosen}), layers, positions)
+
+
+# Code World Model (Meta 2025).
+CWM = Architecture(
+    "CwmForCausalLM",
+    "cwm",
+    "Code World Model",
+    Decoder,
+    layers=cwm_layers,
+    mlp_bias="mlp_bias",
+    head_dim=128,
+    eos_token_ids=(128_001, 128_008, 128_009),
+    defaults={
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "use_sliding_window": True,
+        "sliding_window": 8192,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
     },
 )
 # Qwen2 and Qwen2.5 (Yang et al. 2024): biases on q, k and v; some layers may have a window.

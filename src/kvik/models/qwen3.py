@@ -1,5 +1,5 @@
 """Qwen3 (Yang et al. 2025): a Llama whose query and key heads are normalised before the rotation;
-and the experts of Qwen 2."""
+the experts of Qwen 2; and dots.llm1."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 
 from kvik.models.decoder import Decoder, GroupedQueryAttention, PreNormLayer, feed_forward
 from kvik.spec.declare import Architecture, ExpertNames, LayerBuilder, gguf_experts
-from kvik.spec.experts import read_experts, softmax_router
+from kvik.spec.experts import corrected_router, read_experts, softmax_router
 from kvik.spec.fields import Fields
 from kvik.spec.layers import (
     FULL,
@@ -60,6 +60,22 @@ QWEN3_MOE = replace(
     experts=partial(read_experts, router=softmax_router),
     gguf="qwen3moe",
     gguf_implied=lambda fields: {"norm_topk_prob": True},
+)
+# dots.llm1 (Huo et al. 2025, arXiv 2506.05767): with the experts of DeepSeek-V3.
+DOTS1 = replace(
+    QWEN3,
+    name="Dots1ForCausalLM",
+    model_type="dots1",
+    models="dots.llm1",
+    experts=partial(read_experts, router=corrected_router, shared="n_shared_experts"),
+    head_dim=None,
+    defaults={
+        "num_key_value_heads": 32,
+        "use_sliding_window": True,
+        "max_window_layers": 62,
+        "norm_topk_prob": False,
+    },
+    gguf="dots1",
 )
 
 
