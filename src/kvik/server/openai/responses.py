@@ -134,14 +134,13 @@ class ResponsesRequest(TreatmentFields, kw_only=True):
     user: Any = None
 
 
-IN_FOREGROUND = "a response is generated while its client waits, and ends if that disconnects"
 UNHONOURED: Table = {
     **SAMPLING,
     **missing(ResponsesRequest.__struct_fields__, "text.format"),
     **limited_by("max_output_tokens"),
     "reasoning_effort": ((), "give reasoning.effort"),
     "conversation": ((), RESPONSES_KEPT),
-    "background": ((False,), IN_FOREGROUND),
+    "background": ((False,), "a response ends when its client disconnects"),
     "prompt": ((), "the server keeps no prompts"),
     "max_tool_calls": ((), "the server calls no tools"),
     "top_logprobs": ((0,), "log probabilities are for /v1/chat/completions"),
@@ -502,7 +501,7 @@ STORED = "/v1/responses/{response_id}"
 async def stored_response(server: Server, request: Request) -> Response:
     response = _requested(server, request)
     if request.query_params.get("stream", "false") != "false":
-        raise ParamError("stream", IN_FOREGROUND)
+        raise ParamError("stream", "must be false: the response has ended")
     return Response(response.response, media_type="application/json")
 
 
@@ -516,7 +515,7 @@ async def deletion(server: Server, request: Request) -> Response:
 @get(f"{STORED}/cancel", method="POST", note="")
 async def cancellation(server: Server, request: Request) -> Response:
     _requested(server, request)
-    raise ParamError("response_id", IN_FOREGROUND)
+    raise ParamError("response_id", "has ended, and cannot be cancelled")
 
 
 @get(f"{STORED}/input_items", answer=ItemPage, note="The items that a response was generated from.")
