@@ -253,7 +253,8 @@ def test_adapters_do_not_fit(saved, tmp_path):
     adapter = write_adapter(
         tmp_path / "a", draw_pairs({"model.layers.0.self_attn.q_proj": (32, 32)})
     )
-    for options in ({"lora": str(adapter)}, {"adapters": (f"mine={adapter}",)}):
+    named = {"adapters": (f"mine={adapter}",)}
+    for options in ({"lora": str(adapter)}, named, {"max_adapters": 2}):
         with pytest.raises(KvikError, match="transformers") as error:
             resolve_config(EngineConfig(str(folder), **COMMON, **options))
         assert error.value.field in options

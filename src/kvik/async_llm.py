@@ -172,6 +172,18 @@ class AsyncLLM:
         self._check_loop()
         return await self.client.reset_prefix_cache()
 
+    async def load_adapter(self, name: str, path: str | PathLike[str]) -> None:
+        """Load a LoRA adapter in all engines, or in none; see `LLM.load_adapter`."""
+        await self.start()
+        await self.client.load_adapter(name, fspath(path))
+        self.resolved = self.client.config
+
+    async def unload_adapter(self, name: str) -> None:
+        """See `LLM.unload_adapter`."""
+        await self.start()
+        await self.client.unload_adapter(name)
+        self.resolved = self.client.config
+
     # -- requests --------------------------------------------------------------------------------
 
     def generate(

@@ -26,7 +26,7 @@ from kvik.config.draft_heads import KINDS, eagle3_facts, heads_for, shipped_head
 from kvik.config.env import draw_seed
 from kvik.config.hardware import detect, find_gpus
 from kvik.config.kv_budget import asked_budgets
-from kvik.config.model_source import find_adapter, find_model, model_name
+from kvik.config.model_source import find_adapter, find_model, model_name, read_adapter
 from kvik.config.resolve import resolve
 from kvik.config.speculative import (
     EAGLE3,
@@ -45,7 +45,6 @@ from kvik.errors import START_LOG, ConfigError, ModelError, ParamError
 from kvik.files import check_current_folder
 from kvik.model_files import model_files
 from kvik.models.model_spec import ModelSpec
-from kvik.spec.adapters import Adapter
 from kvik.text.tokenizer import Tokenizer, read_template
 from kvik.worker.ahead import LoadAhead
 
@@ -447,9 +446,7 @@ def resolve_config(config: EngineConfig, *, moves: bool = False) -> ResolvedConf
     if config.lora is not None:
         config = replace(config, lora=str(find_adapter("lora", config.lora)))
     named = (entry.partition("=") for entry in config.adapters)
-    adapters = tuple(
-        Adapter.read(name, find_adapter("adapters", folder)) for name, _, folder in named
-    )
+    adapters = tuple(read_adapter(name, folder) for name, _, folder in named)
     spec = _read_spec(path, config.fallback)
     gpus = () if config.device == "cpu" else find_gpus()
     requested = requested_speculation(config)

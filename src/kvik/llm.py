@@ -10,13 +10,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 from weakref import finalize
 
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.env import environment_options
+from kvik.config.model_source import read_adapter
 from kvik.config.synonyms import SYNONYMS, translated
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.structured import JsonSchema
@@ -397,6 +398,26 @@ class LLM:
         """Drop all cached prefixes; running requests continue. Returns the number of blocks that
         held one."""
         return self._engine.ask(self._loop.reset_prefix_cache)
+
+    def load_adapter(self, name: str, path: str | PathLike[str]) -> None:
+        """Load a LoRA adapter, a folder or hub id, between two steps: requests may choose it as
+        those of the option `adapters`.
+
+        Raises:
+            KvikError: it cannot be loaded; nothing has changed.
+        """
+        self._engine.ask(partial(self._loop.load_adapter, read_adapter(name, fspath(path))))
+        self.resolved = self._loop.core.config
+
+    def unload_adapter(self, name: str) -> None:
+        """Refuse requests for an adapter from now on. Those that the engine has are finished, and
+        then its memory may be used by another one.
+
+        Raises:
+            ParamError: there is no such adapter.
+        """
+        self._engine.ask(partial(self._loop.unload_adapter, name))
+        self.resolved = self._loop.core.config
 
     def close(self) -> None:
         """Free the model and its cache; a closed LLM cannot be used again. Pending calls in other

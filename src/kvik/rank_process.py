@@ -47,7 +47,7 @@ from kvik.files import shared_memory
 from kvik.kernels.cpu.barrier import BARRIER_BYTES, EXCHANGE_SECONDS, Barrier, BrokenGroup
 from kvik.spec.shares import PipelineStage
 from kvik.worker.ahead import LoadAhead
-from kvik.worker.group import MESSAGES, GroupMember, Message, RankSetup
+from kvik.worker.group import MESSAGES, GroupMember, LoadAdapter, Message, RankSetup
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -227,6 +227,15 @@ class RankProcesses:
         if self.lost:
             raise GroupLost(OPTION, self.lost)
 
+    def ask(self, message: LoadAdapter) -> None:
+        """See `Followers.ask`."""
+        self.send(message)
+        try:
+            check_replies("rank", self._lines, 1)
+        except (EOFError, OSError):
+            self._lost_set.wait(END_SECONDS)
+            raise GroupLost(OPTION, self.lost or "a rank is gone") from None
+
     @contextmanager
     def jointly(self, message: Message) -> Iterator[None]:
         self.send(message)
@@ -318,6 +327,22 @@ def decode(data: bytes) -> Message:
     return message
 
 
+def check_replies(kind: str, lines: Sequence[Connection], first: int = 0) -> None:
+    """Wait for the replies to a message that asks for one.
+
+    Args:
+        kind: of the processes, numbered from `first`.
+
+    Raises:
+        ConfigError: one has replied with a reason.
+        EOFError, OSError: one is gone.
+    """
+    replies = [line.recv_bytes().decode() for line in lines]  # all, before the next message
+    for number, reason in enumerate(replies, first):
+        if reason:
+            raise ConfigError("adapters", f"{kind} {number} cannot load it: {reason}")
+
+
 class Process(Protocol):
     """A process that was started, here or on another machine; as `subprocess.Popen`."""
 
@@ -383,7 +408,7 @@ def main(arguments: Sequence[str]) -> int:
                 line.send_bytes(msgspec.msgpack.encode(RankReady("", f"cannot load: {error}")))
                 return 1
         line.send_bytes(msgspec.msgpack.encode(RankReady(share.digest, "")))
-        share.serve(lambda: decode(line.recv_bytes()))
+        share.serve(lambda: decode(line.recv_bytes()), line.send_bytes)
     return 0
 
 

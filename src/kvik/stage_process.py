@@ -48,12 +48,13 @@ from kvik.rank_process import (
     MIN_LOAD_SECONDS,
     Process,
     RankProcesses,
+    check_replies,
     decode,
     encode,
     exit_message,
     on_cores,
 )
-from kvik.worker.group import Message
+from kvik.worker.group import LoadAdapter, Message
 
 OPTION = "pipeline_parallel_size"
 JOIN_SECONDS = 60.0  # limit for a stage to start and to connect
@@ -223,6 +224,14 @@ class StageProcesses:
             except OSError:
                 self._raise_lost()
         if self.lost:
+            self._raise_lost()
+
+    def ask(self, message: LoadAdapter) -> None:
+        """See `Followers.ask`."""
+        self.send(message)
+        try:
+            check_replies("stage", self._lines)
+        except (EOFError, OSError):
             self._raise_lost()
 
     def entered(self) -> bytes:
@@ -455,7 +464,9 @@ def main(arguments: Sequence[str]) -> int:
                 if before is None
                 else StageReceiver(before.accept(JOIN_SECONDS)[1]).take
             )
-            rank.lead(lambda: decode(line.recv_bytes()), entered, leaves.send_bytes)
+            rank.lead(
+                lambda: decode(line.recv_bytes()), line.send_bytes, entered, leaves.send_bytes
+            )
     if group is not None:
         group.stop()
     return 0

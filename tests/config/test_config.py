@@ -33,6 +33,8 @@ BAD: dict[str, list[Any]] = {
     "kv_budget": ["", 3, "a\0b"],
     "lora": ["", 3, "a\0b"],
     "adapters": [("a",), ("=a",), ("a=",), "a=b", ("a=\0",), ("a=b", "a=c"), 3],
+    "max_adapters": [0, 513, 2.0, True],
+    "max_adapter_rank": [0, 1025, 2.0, True],
     "chat_template": ["", 3],
     "engine_cache": ["", 3, "a\0b"],
     "batch_size": [0, None, 1 << 20, 2.0],

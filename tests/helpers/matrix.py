@@ -50,6 +50,7 @@ class Column:
         tenants: that share the engine; not by `LLM`.
         pinned: tenants pin their prompts; not by `LLM`.
         in_flight: steps at a time, although a CPU computes one after the other.
+        loaded: adapters are loaded while the engine runs.
         must: features that the last round must have used, so that no column passes without its own.
     """
 
@@ -63,6 +64,7 @@ class Column:
     tenants: int = 1
     pinned: bool = False
     in_flight: int = 1
+    loaded: bool = False
     must: str = ""
 
     @property
@@ -344,11 +346,14 @@ def run_column(
         config["num_blocks"] *= len(resolve_config(EngineConfig(**model)).cache.groups)
     config = {**model, "device": "cpu", **config, **options}
     sampling = possible(sampling, model)
+    loaded = config.pop("adapters") if column.loaded else {}
     with TemporaryDirectory() as folder, steps_in_flight(column.in_flight) as copies:
         if "kv_tiers" in config:
             config["kv_tiers"] = config["kv_tiers"].format(folder=folder)
         if column.way == "LLM":
             with LLM(**config) as llm:
+                for name, path in loaded.items():
+                    llm.load_adapter(name, path)
                 found = run(llm, column, sampling)
                 stats, budget = llm.stats(), llm.resolved.scheduler.max_num_batched_tokens
         else:

@@ -19,7 +19,7 @@ from kvik.nn.builder import Builder
 from kvik.nn.gguf_checkpoint import open_weights
 from kvik.nn.kv_formats import allocate_kv, allocate_states
 from kvik.nn.loader import load_model
-from kvik.nn.lora import AdapterSet
+from kvik.nn.lora import AdapterSlots
 from kvik.spec.declare import ForwardContext
 from kvik.spec.kv import group_layers, stored_as
 
@@ -43,7 +43,7 @@ class PagedModel:
         num_blocks: int = 256,
         max_model_len: int = 0,
         seed: int = 0,
-        adapters: AdapterSet | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """Load a model from a folder or file, or make random weights for `spec` if it is None."""
         self.spec = spec or model_files(folder).spec()

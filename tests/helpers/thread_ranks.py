@@ -100,7 +100,7 @@ class ThreadRanks:
             with torch.inference_mode():
                 rank = make_rank(config, setup, None, None)
             self._digests.put(rank.digest)
-            rank.serve(receive)
+            rank.serve(receive, lambda reply: None)
         except EOFError:
             pass
         except BaseException as error:

@@ -30,7 +30,18 @@ DRAFTED = [
     Column(f"drafts by {method}", {"spec_method": method, **EAGER, **more})
     for method, more in METHODS.items()
 ]
-OWN_HEAD = Column("drafts by mtp", {"spec_method": "mtp", **EAGER})  # it has no adapters
+ROOM = {"max_adapters": 3, "max_adapter_rank": 7}
+LOADED = Column(
+    "loaded while it runs, two steps in flight",
+    {"max_num_batched_tokens": 33, **ROOM},
+    rounds=2,
+    in_flight=2,
+    loaded=True,
+    must="hits",
+)
+OWN_HEAD = Column(  # it has no adapters
+    "drafts by mtp", {"spec_method": "mtp", **EAGER, **ROOM}, loaded=True
+)
 MOVING = ("disk tier", "swap, siblings, three steps in flight", "moved")  # not states
 
 
@@ -67,7 +78,7 @@ MODELS = "bundled", "windowed", "latent", "states"
 @pytest.mark.parametrize(
     ("model", "column"),
     [
-        *of_models(by_tier(EVERY), *MODELS),
+        *of_models(by_tier([*EVERY, LOADED]), *MODELS),
         *of_models(by_tier(DRAFTED), "bundled"),
         *of_models(by_tier([OWN_HEAD]), "latent", "states"),
     ],
@@ -77,7 +88,8 @@ def test_tokens_do_not_depend_on_the_adapters_of_others(model, expected, column)
     checked_tokens(column, model, expected)
 
 
-OF_BITS = [pytest.param(c) for c in EVERY if c.name in {c.name for c in BITS}]
+NAMES_OF_BITS = {LOADED.name, *(c.name for c in BITS)}
+OF_BITS = [pytest.param(c) for c in [*EVERY, LOADED] if c.name in NAMES_OF_BITS]
 
 
 @needs_native

@@ -254,5 +254,6 @@ def test_engine_folders_are_refused(llama: tuple[Path, dict[str, Path]], tmp_pat
     model, adapters = llama
     config = EngineConfig(model=str(model), device="cpu", threads=1)
     build_engine(config, tmp_path / "engine", lambda *sizes: None)
-    with pytest.raises(KvikError, match="adapters: must be left out: an engine folder"):
-        answers(tmp_path / "engine", asked(), dtype="auto", adapters=adapters)
+    for options in ({"adapters": adapters}, {"max_adapters": 2}):
+        with pytest.raises(KvikError, match="adapters: must be left out: an engine folder"):
+            answers(tmp_path / "engine", asked(), dtype="auto", **options)

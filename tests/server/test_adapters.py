@@ -15,10 +15,18 @@ from helpers.story_site import NAMES, Site, every_route, story_site
 from kvik.config.config import EngineConfig
 from kvik.errors import ConfigError
 from kvik.launch import launch, resolve_config
+from kvik.server.admin import ADAPTERS
+from kvik.server.route import Route, routes_of
+from kvik.server.server import Server
 
 PROMPT = "Once upon a time"
 MESSAGES = [{"role": "user", "content": PROMPT}]
 OPTIONS = {"device": "cpu", "dtype": "float32", "threads": 1, "max_num_seqs": 8, "num_blocks": 64}
+
+
+def with_admin_routes(parts: Server) -> list[Route]:
+    """Return the routes of both ports, as one process can serve one site."""
+    return [*every_route(parts), *routes_of(*ADAPTERS)(parts)]
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +38,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         for seed, name in enumerate(("pirate", "org/poet"))
     }
     named = tuple(f"{name}={path}" for name, path in folders.items())
-    engine = launch(EngineConfig(**OPTIONS, max_model_len=512, adapters=named))
-    with story_site(every_route, engine=make_engine(engine.resolved, engine.loop.executor)) as made:
+    room = {"max_adapters": 3, "max_adapter_rank": 4}
+    engine = launch(EngineConfig(**OPTIONS, **room, max_model_len=512, adapters=named))
+    served = make_engine(engine.resolved, engine.loop.executor)
+    with story_site(with_admin_routes, engine=served) as made:
         yield made
         made.at_rest()
     engine.loop.close()
@@ -103,3 +113,50 @@ def test_a_name_of_the_model_itself_is_refused(site: Site) -> None:
     refused = pytest.raises(ConfigError, match="adapters: 'stories' is a name of the model itself")
     with refused, story_site(every_route, engine=engine):
         pass
+
+
+ADMIN = {
+    "/admin/adapters/load": "/admin/adapters/unload",
+    "/v1/load_lora_adapter": "/v1/unload_lora_adapter",
+}
+
+
+@pytest.mark.parametrize("path", ADMIN)
+def test_an_operator_loads_and_unloads_them(site: Site, path: str) -> None:
+    name, folder, unload = "lora_name", "lora_path", ADMIN[path]
+    adapters = site.engine.client.config.runner.adapters
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 24}
+
+    def text(model: str) -> str:
+        reply = ask(site.server, "POST", "/v1/completions", {**body, "model": model})
+        return str(reply.json["choices"][0]["text"])
+
+    def names() -> list[str]:
+        return [one["id"] for one in ask(site.server, "GET", "/v1/models").json["data"]]
+
+    loading = {name: "mate", folder: adapters[0].folder}
+    reply = ask(site.server, "POST", path, loading)
+    assert (reply.status, reply.json) == (200, {"done": True})
+    assert names() == [*NAMES, "pirate", "org/poet", "mate"]
+    assert ask(site.server, "GET", "/v1/models/mate").json["parent"] == NAMES[0]
+    assert text("mate") == text("pirate") != text("org/poet")
+    wrong = [
+        ({**loading, name: NAMES[1]}, "name"),
+        (loading, "name"),
+        ({**loading, name: "a=b"}, "name"),
+        ({**loading, name: "other", folder: "/nowhere"}, "adapters"),
+        ({**loading, name: "other"}, "adapters"),  # no slot is free
+        ({name: "other"}, folder),
+    ]
+    for bad, field in wrong:
+        reply = ask(site.server, "POST", path, bad)
+        assert (reply.status, reply.error["param"]) == (400, field), bad
+    reply = ask(site.server, "POST", unload, {name: "mate"})
+    assert (reply.status, reply.json) == (200, {"done": True})
+    for again in (
+        ask(site.server, "POST", "/v1/completions", {**body, "model": "mate"}),
+        ask(site.server, "POST", unload, {name: "mate"}),
+        ask(site.server, "GET", "/v1/models/mate"),
+    ):
+        assert (again.status, again.error["code"]) == (404, "model_not_found")
+    assert names() == [*NAMES, "pirate", "org/poet"]

@@ -46,6 +46,8 @@ ENGINE_FLAGS = (
     "revision",
     "lora",
     "adapters",
+    "max_adapters",
+    "max_adapter_rank",
     "chat_template",
     "dtype",
     "quantization",

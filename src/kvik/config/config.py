@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -36,7 +36,7 @@ from kvik.options import (
     normalised,
     option,
 )
-from kvik.spec.adapters import MAX_ADAPTERS, Adapter
+from kvik.spec.adapters import ADAPTER_NAME, ADAPTER_RANK, MAX_ADAPTERS, Adapter
 from kvik.spec.fields import MAX_LAYERS
 from kvik.spec.kv import AUTO, KV_FORMATS, SYNONYMS
 from kvik.spec.rope import MAX_POSITIONS
@@ -135,7 +135,7 @@ class NamedFolders(Kind):
     def checked(self, value: object) -> tuple[object, ...]:
         if isinstance(value, Mapping):
             value = tuple(f"{name}={os.fspath(folder)}" for name, folder in value.items())
-        entries = TextList(Text(self.metavar, r"[^\0=]{1,256}=[^\0]+")).checked(value)
+        entries = TextList(Text(self.metavar, rf"{ADAPTER_NAME}=[^\0]+")).checked(value)
         names = {str(entry).partition("=")[0] for entry in entries}
         if len(names) < len(entries) or len(names) > MAX_ADAPTERS:
             raise ValueError(f"must be at most {MAX_ADAPTERS} folders with different names")
@@ -171,6 +171,18 @@ class EngineConfig:
         NamedFolders(),
         "LoRA adapters from which each request chooses, by the name that it gives as its model",
         {TAKES_SEVERAL: True},
+    )
+    max_adapters: int | None = option(
+        None,
+        Integer(1, MAX_ADAPTERS),
+        "adapters that have room at once, at least those of `adapters`; the others can be loaded "
+        "while the engine runs; none: those of `adapters`",
+    )
+    max_adapter_rank: int | None = option(
+        None,
+        Integer(1, 1024),
+        f"rank of adapters for which each layer has room, at least that of `adapters`; none: "
+        f"{ADAPTER_RANK} with max_adapters, else that of `adapters`",
     )
     chat_template: str | None = option(
         None,
@@ -463,7 +475,9 @@ class RunnerConfig:
             None: never.
         seed: seed of random weights.
         lora: folder of an adapter that is merged; None: there is none.
-        adapters: from which requests choose.
+        adapters: from which requests choose, each in the slot of its index.
+        max_adapters: number of slots.
+        adapter_ranks: of each slot, by names of layers from their block on.
         adapt_threads: whether the native kernels use fewer threads while other processes keep the
             cores busy.
         cpu_quota: CPU time in cores to spread evenly over the steps; None: no quota.
@@ -495,6 +509,8 @@ class RunnerConfig:
     seed: int = 0
     lora: str | None = None
     adapters: tuple[Adapter, ...] = ()
+    max_adapters: int = 0
+    adapter_ranks: dict[str, int] = field(default_factory=dict)
     graph_sizes: tuple[GraphSize, ...] = ()
     draft_graph_sizes: tuple[GraphSize, ...] = ()
     graph_memory: int = 0
@@ -540,6 +556,10 @@ class ResolvedConfig:
     decisions: tuple[Decision, ...]
     speculation: ResolvedSpeculation | None = None  # None: off
     chat_template: str | None = None  # a file; None: the model's own
+
+    def with_adapters(self, adapters: tuple[Adapter, ...]) -> ResolvedConfig:
+        """Return the same with other adapters from which requests choose."""
+        return replace(self, runner=replace(self.runner, adapters=adapters))
 
     @property
     def state_rows(self) -> int:

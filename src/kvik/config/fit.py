@@ -33,7 +33,7 @@ from kvik.config.speculative import (
 from kvik.config.units import GIB, show_bytes
 from kvik.errors import CapacityError, ConfigError
 from kvik.models.model_spec import ModelSpec
-from kvik.spec.adapters import Adapter
+from kvik.spec.adapters import ADAPTER_RANK, Adapter
 from kvik.spec.kv import AUTO, KVGroup
 
 MAX_NUM_SEQS = 256
@@ -506,14 +506,25 @@ def with_drafter(
     return replace(footprint, draft=draft, taps=len(source.taps))
 
 
-def with_adapters(footprint: Footprint, adapters: Sequence[Adapter], notes: Notes) -> Footprint:
-    """Return the engine's memory with the adapters from which requests choose."""
-    if not adapters:
+def with_adapters(
+    footprint: Footprint, config: EngineConfig, adapters: Sequence[Adapter], notes: Notes
+) -> Footprint:
+    """Return the engine's memory with the adapters from which requests choose.
+
+    Raises:
+        ConfigError: there is a rank, and no adapter.
+    """
+    slots, rank = max(config.max_adapters or 0, len(adapters)), config.max_adapter_rank
+    if not slots:
+        if rank is not None:
+            raise ConfigError("max_adapter_rank", "must be left out, or max_adapters be given")
         return footprint
+    if rank is None:
+        rank = 0 if config.max_adapters is None else ADAPTER_RANK
     ranks = [adapter.ranks() for adapter in adapters]
-    sizes = AdaptersFootprint.of(footprint.spec, ranks, footprint.dtype)
+    sizes = AdaptersFootprint.of(footprint.spec, slots, ranks, rank, footprint.dtype)
     shown = show_bytes(sizes.weights)
-    notes.add("adapters", len(adapters), f"{shown}: requests choose one as their model")
+    notes.add("adapters", len(adapters), f"{shown} for {slots}: requests choose one as their model")
     return replace(footprint, adapters=sizes)
 
 

@@ -146,36 +146,48 @@ class AdaptersFootprint:
     """Sizes of the adapters from which requests choose.
 
     Attributes:
-        weights: bytes of all of them, in each process.
+        weights: bytes of all slots and of loading one adapter, in each process.
         outputs: width of the widest layer that one changes. Its outputs exist before and after the
             change, and the activation is not fused.
         rank: the largest rank of a matrix.
+        ranks: of each layer, by its name from its block on.
     """
 
     weights: int
     outputs: int
     rank: int
+    ranks: Mapping[str, int]
 
     @staticmethod
-    def of(spec: ModelSpec, ranks: Sequence[Mapping[str, int]], dtype: str) -> AdaptersFootprint:
+    def of(
+        spec: ModelSpec, slots: int, files: Sequence[Mapping[str, int]], min_rank: int, dtype: str
+    ) -> AdaptersFootprint:
         """Return the sizes of adapters of a model.
 
         Args:
-            ranks: of the layers that each adapts, by their names from the block on.
+            files: ranks of the layers that each adapter changes, by their names from the block on.
+            min_rank: rank for which each layer has room.
         """
-        weights = outputs = largest_rank = 0
+        weights = outputs = largest_rank = largest = 0
+        ranks: dict[str, int] = {}
+        if spec.predictor is not None:
+            spec = replace(spec, predictor=None)  # drafts come from the plain model
         for linear in spec.declaration.linears:
             if not linear.adaptable:
                 continue
-            names = map(in_block, linear.names)
-            rank = sum(max(of.get(name, 0) for of in ranks) for name in names)
-            if rank:
+            names = [in_block(name) for name in linear.names]
+            each = [max((min_rank, *(of.get(name, 0) for of in files))) for name in names]
+            if rank := sum(each):
+                ranks |= zip(names, each, strict=True)
                 width = sum(linear.outputs)
                 # Kernels pad both sides of a matrix.
                 padded = -(-rank // TILE) * TILE
-                weights += len(ranks) * padded * (linear.inputs + width) * DTYPE_BYTES[dtype]
+                numbers = padded * (linear.inputs + width)
+                weights += slots * numbers * DTYPE_BYTES[dtype]
+                largest = max(largest, numbers)
                 outputs, largest_rank = max(outputs, width), max(largest_rank, rank)
-        return AdaptersFootprint(weights, outputs, largest_rank)
+        # Loading one makes the matrices of a layer in fp32, from others in fp32 at most.
+        return AdaptersFootprint(weights + 8 * largest, outputs, largest_rank, ranks)
 
     def step(self, tokens: int, item: int) -> int:
         """Bytes of a step in addition to those of the model without adapters."""

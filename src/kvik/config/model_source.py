@@ -13,6 +13,7 @@ from typing import Any
 from kvik.errors import ConfigError, ModelError, shown
 from kvik.files import ADAPTER_FILES, GGUF, gguf_parts, is_gguf
 from kvik.options import did_you_mean
+from kvik.spec.adapters import ADAPTER_NAME, Adapter
 
 BUNDLED = Path(__file__).parents[1] / "bundled" / "stories"
 
@@ -101,6 +102,18 @@ def find_adapter(option: str, adapter: str) -> Path:
         return _download(adapter, ADAPTER_FILES)
     except ModelError as error:
         raise ConfigError(option, error.message) from None
+
+
+def read_adapter(name: str, adapter: str) -> Adapter:
+    """Return an adapter from which requests choose; see `find_adapter`.
+
+    Raises:
+        ConfigError: the name is none, or `find_adapter` raises it.
+        ModelError: a file cannot be read.
+    """
+    if not re.fullmatch(ADAPTER_NAME, name):
+        raise ConfigError("name", f"must be 1 to 256 characters without '=', not {shown(name)}")
+    return Adapter.read(name, find_adapter("adapters", adapter))
 
 
 def find_config(model: str) -> Path:

@@ -132,7 +132,7 @@ def resolve(
         output_bytes=output_bytes,
     )
     footprint = with_drafter(footprint, requested, source)
-    footprint = with_adapters(footprint, adapters, notes)
+    footprint = with_adapters(footprint, config, adapters, notes)
     rest = less_memory_tier(limit, tiers, compute, hardware, replicas)
     footprint, size, num_blocks = Fit(config, footprint, rest).decide(notes)
     speculation = choose_speculation(requested, size, footprint.groups, source, notes)
@@ -196,6 +196,8 @@ def resolve(
             seed=config.seed or 0,
             lora=config.lora,
             adapters=adapters,
+            max_adapters=max(config.max_adapters or 0, len(adapters)),
+            adapter_ranks={} if footprint.adapters is None else dict(footprint.adapters.ranks),
             graph_sizes=footprint.graph_sizes(size),
             draft_graph_sizes=footprint.draft_graph_sizes(size),
             graph_memory=footprint.graphs(size),
@@ -340,6 +342,8 @@ FALLBACK_ALONE: Mapping[str, object] = {
     "kv_tiers": None,
     "lora": None,
     "adapters": (),
+    "max_adapters": None,
+    "max_adapter_rank": None,
 }
 
 
@@ -349,8 +353,9 @@ def _check_adapted(config: EngineConfig, spec: ModelSpec) -> None:
         reason = "an engine folder has its weights in their final form"
         if config.lora is not None:
             raise ConfigError("lora", f"must be left out: {reason}: build it with the adapter")
-        if config.adapters:
-            raise ConfigError("adapters", f"must be left out: {reason}: name the model's files")
+        for option in ("adapters", "max_adapters"):
+            if getattr(config, option):
+                raise ConfigError(option, f"must be left out: {reason}: name the model's files")
     if config.lora is not None and config.load_format != "safetensors":
         raise ConfigError("lora", f"must be left out: the weights are {config.load_format}")
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import PageSource, TokenLogprobs
 from kvik.frozen import frozen
+from kvik.spec.adapters import NO_ADAPTER
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class NewRequest:
     cache_salt: str = ""  # drafters use what they learn from it only for the same salt
     pooling: str | None = None  # see `EngineRequest`
     second_text: int = 0  # see `EngineRequest`
+    adapter: int = NO_ADAPTER  # slot of its adapter
 
 
 # Moves: copies of blocks between the KV cache and its tiers (`core/moves.py`).

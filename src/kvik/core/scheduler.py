@@ -108,6 +108,7 @@ class Step:
                 cache_salt=request.cache_salt,
                 pooling=request.pooling,
                 second_text=request.second_text,
+                adapter=request.adapter,
             )
         )
 

@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 from kvik.core.sampling_params import SamplingParams
+from kvik.spec.adapters import NO_ADAPTER
 from kvik.spec.visible_keys import NEVER
 
 # Seeds of requests that have none: siblings, and requests that do not give one.
@@ -273,6 +274,7 @@ class Request:
     pooling: str | None = None  # see `EngineRequest`
     second_text: int = 0  # see `EngineRequest`
     tenant: str = ""  # see `EngineRequest`
+    adapter: int = NO_ADAPTER  # slot of its adapter
     pins: tuple[Pin, ...] = ()  # not made yet; see `EngineRequest`
     leader: Request | None = None  # sibling 0, whose prompt blocks are shared
     lends: bool = False  # see `EngineRequest`

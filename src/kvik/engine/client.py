@@ -16,15 +16,17 @@ from contextlib import suppress
 from dataclasses import replace
 
 from kvik.config.config import ResolvedConfig
+from kvik.config.model_source import read_adapter
 from kvik.core.block_pool import extend_hashes
 from kvik.core.routing import ReplicaReport, ReplicaRouter
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
-from kvik.engine.core import check_request, salt_of
+from kvik.engine.core import check_new_adapter, check_request, salt_of, without_adapter
 from kvik.engine.live import LiveView, ReplicaView, merge_views
 from kvik.engine.remote import EngineLink, EngineSource, EngineState, SentRequest
 from kvik.engine.stats import EngineStats, sum_stats
 from kvik.engine.wire import Credit, End, HandOver
 from kvik.errors import ParamError, UnavailableError
+from kvik.spec.adapters import Adapter
 
 CREDIT_SECONDS = 0.5  # between messages on the service that tenants got from other replicas
 MAX_HASHED = 1024  # blocks of a prompt: about a millisecond, and enough to distinguish replicas
@@ -82,6 +84,7 @@ class EngineClient:
         self._crediting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
+        self._changing = asyncio.Lock()  # the adapters
 
     # -- for the server --------------------------------------------------------------------------
 
@@ -247,6 +250,44 @@ class EngineClient:
             raise UnavailableError("engine", self.reason)
         counts = (link.query("reset_prefix_cache", int) for link in ready)
         return sum(await asyncio.gather(*counts))
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Let requests choose an adapter, a folder or hub id, once all engines have it.
+
+        Raises:
+            KvikError: one cannot load it, or is not ready all the time.
+        """
+        async with self._changing:
+            check_new_adapter(self.config, name)
+            adapter = await asyncio.to_thread(read_adapter, name, path)
+            adapters, starts = (*self.config.runner.adapters, adapter), self.num_starts
+            for links in (self.links, ()):  # ready before and afterwards
+                if starts != self.num_starts or not self._all_ready:
+                    raise UnavailableError("engine", self.reason or "a replica is not ready")
+                await asyncio.gather(*(link.set_adapters(adapters) for link in links))
+            self._choose_from(adapters)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse requests for an adapter from now on; those that engines have are finished.
+
+        Raises:
+            ParamError: there is no such adapter.
+        """
+        async with self._changing:
+            adapters = without_adapter(self.config, name)
+            self._choose_from(adapters)
+            # An engine that does not answer does so at the next change.
+            told = (link.set_adapters(adapters) for link in self.links)
+            await asyncio.gather(*told, return_exceptions=True)
+
+    @property
+    def _all_ready(self) -> bool:
+        return all(link.state is EngineState.READY for link in self.links)
+
+    def _choose_from(self, adapters: tuple[Adapter, ...]) -> None:
+        self.config = self.config.with_adapters(adapters)
+        for link in self.links:
+            link.source.set_adapters(adapters)
 
     async def close(self) -> None:
         """End all engines, and their requests with an error."""

@@ -25,6 +25,7 @@ from kvik.core.types import (
 )
 from kvik.engine.stats import EngineStats, MoveStats, SpeculationStats, SpeedStats, TierStats
 from kvik.errors import CapacityError, Overflow, ParamError, shown
+from kvik.spec.adapters import NO_ADAPTER, Adapter
 
 MAX_LISTED = 8  # names repeated in an error
 
@@ -76,15 +77,33 @@ def salt_of(config: ResolvedConfig, request: EngineRequest) -> str:
     Raises:
         ParamError: the engine does not have its adapter.
     """
-    name, digest = request.params.adapter, ""
-    if name:
-        digests = {adapter.name: adapter.digest for adapter in config.runner.adapters}
-        if name not in digests:
-            known = ", ".join(map(shown, list(digests)[:MAX_LISTED])) or "none"
-            text = f"must be one of the engine's ({known}), not {shown(name)}"
-            raise ParamError("adapter", text)
-        digest = digests[name]
+    name = request.params.adapter
+    digest = _adapter_of(config, name, "adapter").digest if name else ""
     return f"{config.cache.salt}{digest}\0{request.cache_salt}"
+
+
+def _adapter_of(config: ResolvedConfig, name: str, field: str) -> Adapter:
+    adapters = {adapter.name: adapter for adapter in config.runner.adapters}
+    if name not in adapters:
+        known = ", ".join(map(shown, list(adapters)[:MAX_LISTED])) or "none"
+        raise ParamError(field, f"must be one of the engine's ({known}), not {shown(name)}")
+    return adapters[name]
+
+
+def check_new_adapter(config: ResolvedConfig, name: str) -> None:
+    """Raise ParamError if the engine has an adapter of this name."""
+    if any(adapter.name == name for adapter in config.runner.adapters):
+        raise ParamError("name", f"must be another one: {shown(name)} is loaded")
+
+
+def without_adapter(config: ResolvedConfig, name: str) -> tuple[Adapter, ...]:
+    """Return the engine's adapters except one.
+
+    Raises:
+        ParamError: the engine does not have it.
+    """
+    adapter = _adapter_of(config, name, "name")
+    return tuple(other for other in config.runner.adapters if other is not adapter)
 
 
 def max_length(config: ResolvedConfig, request: EngineRequest) -> int:
@@ -155,6 +174,7 @@ class EngineCore:
     def __init__(self, config: ResolvedConfig) -> None:
         self.config = config
         self.scheduler = Scheduler(config.scheduler, config.cache)
+        self._slots = {adapter.name: slot for slot, adapter in enumerate(config.runner.adapters)}
         self._requests: dict[str, list[Request]] = {}  # unfinished siblings by request id
         self._num_unseeded = 0
         self._proposing = 0.0
@@ -216,6 +236,7 @@ class EngineCore:
                     pooling=request.pooling,
                     second_text=request.second_text,
                     tenant=request.tenant,
+                    adapter=self._slots.get(params.adapter, NO_ADAPTER),
                     pins=request.pins,
                     leader=siblings[0] if siblings and not resumed_by_index else None,
                     lends=request.lends and index == 0,
@@ -230,6 +251,35 @@ class EngineCore:
             # One by one, so that if one fails, those before it can still be ended.
             self._requests.setdefault(request.request_id, []).append(sibling)
         return seed
+
+    def free_slot(self, name: str) -> int:
+        """Return a slot for another adapter, which no request uses.
+
+        Raises:
+            ParamError: the name is taken, or no slot is free.
+        """
+        count = self.config.runner.max_adapters
+        check_new_adapter(self.config, name)
+        used = {r.adapter for siblings in self._requests.values() for r in siblings}
+        free = set(range(count)) - used - {*self._slots.values()}
+        if not free:
+            reason = "with unloaded ones whose requests have not ended"
+            raise ParamError("adapters", f"must be at most {count} (max_adapters), {reason}")
+        return min(free)
+
+    def load_adapter(self, adapter: Adapter, slot: int) -> None:
+        """Let requests choose an adapter, which is in a slot."""
+        self._slots[adapter.name] = slot
+        self.config = self.config.with_adapters((*self.config.runner.adapters, adapter))
+
+    def unload_adapter(self, name: str) -> None:
+        """Refuse requests for an adapter from now on. Once earlier ones end, its slot is free.
+
+        Raises:
+            ParamError: it is not loaded.
+        """
+        self.config = self.config.with_adapters(without_adapter(self.config, name))
+        del self._slots[name]
 
     def check(self, request: EngineRequest) -> None:
         """Refuse a request that can never be served, as `add` does."""

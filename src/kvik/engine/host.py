@@ -41,7 +41,7 @@ from kvik.engine.wire import (
     stepped,
     to_engine,
 )
-from kvik.errors import CapacityError, GroupLost, KvikError
+from kvik.errors import CapacityError, GroupLost, KvikError, ParamError
 
 # A buffer for tokens, so that frames are fewer and larger.
 #
@@ -236,11 +236,12 @@ class EngineHost:
         self._failed: list[RequestDelta] = []  # last deltas of requests that the core does not know
         self._idle: float | None = None  # seconds until there is something to do; None: unlimited
         self._last_sent = loop.clock()
-        self._questions: Mapping[str, Callable[[], object]] = {
-            "stats": loop.stats,
-            "live": lambda: self._live.view(loop.clock(), loop.stats()),
-            "reset_prefix_cache": loop.reset_prefix_cache,
-            "report_all": self._report_all,
+        self._questions: Mapping[str, Callable[[Query], object]] = {
+            "stats": lambda query: loop.stats(),
+            "live": lambda query: self._live.view(loop.clock(), loop.stats()),
+            "reset_prefix_cache": lambda query: loop.reset_prefix_cache(),
+            "report_all": lambda query: self._report_all(),
+            "set_adapters": lambda query: loop.set_adapters(query.adapters),
         }
         self._reporter = Reporter(scheduler) if reports else None
 
@@ -352,7 +353,10 @@ class EngineHost:
 
     def _answer(self, message: Query) -> None:
         try:
-            answer = Reply(message.ticket, msgspec.Raw(encode(self._questions[message.question]())))
+            body = msgspec.Raw(encode(self._questions[message.question](message)))
+            answer = Reply(message.ticket, body)
+        except ParamError as error:
+            answer = Reply(message.ticket, _NOTHING, error.message, error.field)
         except Exception as error:
             answer = Reply(message.ticket, _NOTHING, _message(error))
         self._socket.send(frame(answer))

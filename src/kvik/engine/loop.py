@@ -20,7 +20,8 @@ from kvik.core.types import EngineRequest, FinishReason, RequestDelta, last_delt
 from kvik.engine.core import EngineCore
 from kvik.engine.memory_watch import LOOK_SECONDS, MemoryWatch
 from kvik.engine.stats import EngineStats, LoopTime
-from kvik.errors import CapacityError, GroupLost, ParamError, describe
+from kvik.errors import CapacityError, ConfigError, GroupLost, ModelError, ParamError, describe
+from kvik.spec.adapters import NO_ADAPTER, Adapter
 from kvik.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,14 @@ class Executor(Protocol):
 
         Returns:
             Bytes.
+        """
+        ...
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Read an adapter into a slot that no request and no step in flight uses, in all processes.
+
+        Raises:
+            KvikError: a process cannot; the slot may be used again.
         """
         ...
 
@@ -122,6 +131,9 @@ class LoopObserver:
 
     def gave_back(self, count: int, now: float) -> None:
         """The memory of up to `count` KV blocks was given back."""
+
+    def adapter_changed(self, name: str, adapter: Adapter | None, slot: int) -> None:
+        """An adapter was loaded into a slot; None: it was unloaded."""
 
     def planned(self, plan: SchedulerOutput | None, now: float) -> None:
         """The core made a plan; None: there is nothing to compute."""
@@ -252,6 +264,40 @@ class EngineLoop:
         for observer in self.observers:
             observer.cache_reset(now)
         return count
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Load an adapter, between two steps. If that fails, nothing has changed.
+
+        Raises:
+            ParamError: its name is taken, no slot is free, or it does not fit.
+            GroupLost: a process is gone.
+        """
+        while self._in_flight:  # a request that has ended may have a row in one
+            self._unreturned += self._finish_oldest()
+        slot = self.core.free_slot(adapter.name)
+        try:
+            self.executor.load_adapter(slot, adapter)
+        except (ConfigError, ModelError) as error:
+            raise ParamError(error.field, error.message) from None
+        self.core.load_adapter(adapter, slot)
+        for observer in self.observers:
+            observer.adapter_changed(adapter.name, adapter, slot)
+
+    def unload_adapter(self, name: str) -> None:
+        """See `EngineCore.unload_adapter`."""
+        self.core.unload_adapter(name)
+        for observer in self.observers:
+            observer.adapter_changed(name, None, NO_ADAPTER)
+
+    def set_adapters(self, adapters: Sequence[Adapter]) -> None:
+        """Unload all other adapters, and load those that are not. Raises as `load_adapter`."""
+        before = self.core.config.runner.adapters
+        for adapter in before:
+            if adapter not in adapters:
+                self.unload_adapter(adapter.name)
+        for adapter in adapters:
+            if adapter not in before:
+                self.load_adapter(adapter)
 
     def step(self) -> list[RequestDelta]:
         """Start a step if there is one, and finish the oldest if enough are in flight. If the

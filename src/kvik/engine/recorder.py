@@ -26,6 +26,7 @@ from kvik.engine.loop import LoopObserver
 from kvik.engine.wire import MAX_FRAME, encode
 from kvik.errors import KvikError
 from kvik.files import can_write
+from kvik.spec.adapters import Adapter
 from kvik.version import __version__
 
 # The format of the file: a line of text, then frames: 4 bytes length, 4 bytes checksum, and an
@@ -90,6 +91,14 @@ class GaveBack(msgspec.Struct, frozen=True, array_like=True, tag=9):
     count: int
 
 
+class AdapterChanged(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """An adapter was loaded into a slot; None: it was unloaded."""
+
+    name: str
+    adapter: Adapter | None
+    slot: int
+
+
 class Planned(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """A step was planned.
 
@@ -151,6 +160,7 @@ Event = (
     | HandedOver
     | CacheReset
     | GaveBack
+    | AdapterChanged
     | Planned
     | NothingPlanned
     | Finished
@@ -333,6 +343,9 @@ class Recorder(LoopObserver):
 
     def gave_back(self, count: int, now: float) -> None:
         self._write(lambda: GaveBack(now, count))
+
+    def adapter_changed(self, name: str, adapter: Adapter | None, slot: int) -> None:
+        self._write(lambda: AdapterChanged(name, adapter, slot))
 
     def planned(self, plan: SchedulerOutput | None, now: float) -> None:
         if plan is None:

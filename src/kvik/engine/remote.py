@@ -36,10 +36,12 @@ from kvik.engine.wire import (
     frame,
 )
 from kvik.errors import KvikError, ParamError, UnavailableError
+from kvik.spec.adapters import Adapter
 
 MAX_SENDS = 2  # per request: one that crashes its engine can crash one more, but no others
 MAX_UNSENT = 64 << 20  # bytes that the engine has not read; beyond, requests are refused
 ANSWER_SECONDS = 1.0
+LOAD_SECONDS = 600.0  # for an answer after loading adapters
 
 T = TypeVar("T")
 
@@ -60,6 +62,10 @@ class EngineSource(Protocol):
 
     def start(self, link: EngineLink) -> None:
         """Connect an engine soon, by `link.connect`."""
+        ...
+
+    def set_adapters(self, adapters: tuple[Adapter, ...]) -> None:
+        """Give the next engine these adapters."""
         ...
 
     def lost(self, reason: str, *, for_good: bool) -> None:
@@ -234,6 +240,20 @@ class EngineLink:
         Raises:
             UnavailableError: the engine is not ready, or does not answer within a second.
         """
+        return msgspec.msgpack.decode(await self._ask(question, ANSWER_SECONDS), type=kind)
+
+    async def set_adapters(self, adapters: tuple[Adapter, ...]) -> None:
+        """Let the engine have these adapters, and no others.
+
+        Raises:
+            ParamError: the engine refuses one.
+            UnavailableError: the engine is not ready, or does not answer in time.
+        """
+        await self._ask("set_adapters", LOAD_SECONDS, adapters)
+
+    async def _ask(
+        self, question: str, seconds: float, adapters: tuple[Adapter, ...] = ()
+    ) -> msgspec.Raw:
         if self._socket is None or self.state is not EngineState.READY:
             raise UnavailableError("engine", self.reason)
         ticket = self._num_asked
@@ -241,14 +261,13 @@ class EngineLink:
         answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
         self._queries[ticket] = answer
         try:
-            self.send(Query(ticket, question))
-            async with asyncio.timeout(ANSWER_SECONDS):
-                body = await answer
+            self.send(Query(ticket, question, adapters))
+            async with asyncio.timeout(seconds):
+                return await answer
         except TimeoutError:
             raise UnavailableError("engine", "it does not answer in time") from None
         finally:
             self._queries.pop(ticket, None)
-        return msgspec.msgpack.decode(body, type=kind)
 
     async def stats(self) -> EngineStats:
         """See `EngineClient.stats`."""
@@ -347,7 +366,9 @@ class EngineLink:
         answer = self._queries.pop(message.ticket, None)
         if answer is None or answer.done():
             return
-        if message.error is not None:
+        if message.field:
+            answer.set_exception(ParamError(message.field, message.error or ""))
+        elif message.error is not None:
             answer.set_exception(UnavailableError("engine", message.error))
         else:
             answer.set_result(message.body)

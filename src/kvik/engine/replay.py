@@ -18,6 +18,7 @@ from kvik.core.types import EngineRequest, RequestDelta
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import Executor
 from kvik.engine.recorder import (
+    AdapterChanged,
     Added,
     CacheReset,
     Ended,
@@ -33,6 +34,7 @@ from kvik.engine.recorder import (
     plan_digest,
 )
 from kvik.errors import GroupLost, KvikError
+from kvik.spec.adapters import Adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,11 @@ class Replay:
                 core.scheduler.reset_cache()
             case GaveBack():
                 core.scheduler.kv.pool.give_back(event.count)
+            case AdapterChanged(name, None):
+                core.unload_adapter(name)
+            case AdapterChanged(_, Adapter() as adapter, slot):
+                self._executor.load_adapter(slot, adapter)
+                core.load_adapter(adapter, slot)
             case Planned():
                 core.take_finished()
                 self._plan(event)

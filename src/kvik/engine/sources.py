@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from functools import partial
 from mmap import mmap
 
+import msgspec
+
 from kvik.child_process import LOOK_SECONDS, HeartbeatWatch, StallTimer
 from kvik.config.config import ResolvedConfig
 from kvik.engine.host import host_engine
@@ -32,6 +34,7 @@ from kvik.engine.remote import EngineLink, EngineState
 from kvik.engine.thread import interrupt
 from kvik.engine.wire import EngineStart, HostSocket
 from kvik.files import shared_memory
+from kvik.spec.adapters import Adapter
 
 TAIL = 2000  # characters of the last output of the process that are kept
 _POLL_SECONDS = 0.01  # between checks whether the process has ended
@@ -234,6 +237,10 @@ class Supervisor:
     def start(self, link: EngineLink) -> None:
         self._task = asyncio.get_running_loop().create_task(self._keep(link))
 
+    def set_adapters(self, adapters: tuple[Adapter, ...]) -> None:
+        config = self._start.config.with_adapters(adapters)
+        self._start = msgspec.structs.replace(self._start, config=config)
+
     def lost(self, reason: str, *, for_good: bool) -> None:
         self._failure = reason if for_good else ""
         self._lost.set()
@@ -351,6 +358,9 @@ class ThreadSource:
         thread.start()
         self._stop = partial(self._end, thread, theirs)
         atexit.register(self._stop)
+
+    def set_adapters(self, adapters: tuple[Adapter, ...]) -> None:
+        """There is no other engine."""
 
     def lost(self, reason: str, *, for_good: bool) -> None:
         assert self._link is not None

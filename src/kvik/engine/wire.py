@@ -21,6 +21,7 @@ import msgspec
 from kvik.config.config import ResolvedConfig
 from kvik.core.routing import ReplicaReport
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
+from kvik.spec.adapters import Adapter
 
 log = logging.getLogger(__name__)
 
@@ -85,10 +86,15 @@ class HandOver(msgspec.Struct, frozen=True, array_like=True, tag="hand"):
 
 
 class Query(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """Ask the engine a question by name; the `Reply` has the same ticket."""
+    """Ask the engine a question by name; the `Reply` has the same ticket.
+
+    Attributes:
+        adapters: what "set_adapters" sets.
+    """
 
     ticket: int
     question: str
+    adapters: tuple[Adapter, ...] = ()
 
 
 class Credit(msgspec.Struct, frozen=True, array_like=True, tag="credit"):
@@ -161,11 +167,16 @@ class StepLimit(msgspec.Struct, frozen=True, array_like=True, tag="limit"):
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """The encoded answer to a `Query`; or the `error` why there is none."""
+    """The encoded answer to a `Query`; or the `error` why there is none.
+
+    Attributes:
+        field: of a `ParamError`; "": it is another error.
+    """
 
     ticket: int
     body: msgspec.Raw
     error: str | None = None
+    field: str = ""
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):

@@ -44,7 +44,7 @@ from kvik.nn.layers import (
     ScaledQueries,
     ScaledSum,
 )
-from kvik.nn.lora import AdapterSet
+from kvik.nn.lora import AdapterSlots
 from kvik.nn.parts import (
     FreshStorage,
     HeadRows,
@@ -152,7 +152,7 @@ class Builder(LayerBuilder):
         stored_quantization: StoredQuantization | None = None,
         quantization: str = "none",
         storage: Storage | None = None,
-        adapters: AdapterSet | None = None,
+        adapters: AdapterSlots | None = None,
         stage: PipelineStage | None = None,
     ) -> None:
         """

@@ -16,6 +16,7 @@ from kvik.nn.builder import Builder, Declarations, DeclaredTensor
 from kvik.nn.checkpoint import Checkpoint, Selection, selected_bytes
 from kvik.nn.layers import PooledHead
 from kvik.nn.safetensors import FLOATS, TORCH_DTYPES
+from kvik.spec.adapters import Adapter
 from kvik.spec.declare import Network
 
 log = logging.getLogger(START_LOG)
@@ -29,21 +30,27 @@ MAX_LISTED = 3  # names repeated in an error
 
 
 def load_model(
-    spec: ModelSpec, builder: Builder, *, seed: int = 0
+    spec: ModelSpec, builder: Builder, adapters: Sequence[Adapter] = (), *, seed: int = 0
 ) -> tuple[Network, PooledHead | None]:
     """Make the model that `spec` describes, with the weights of the builder's checkpoint, and its
     layers over pooled vectors, if any.
 
     Without a checkpoint, weights that the builder's storage does not hold are random, from `seed`.
 
+    Args:
+        adapters: of the builder's first slots.
+
     Raises:
-        ModelError: the checkpoint does not fit the spec, or cannot be quantised.
+        ModelError: the checkpoint does not fit the spec, or cannot be quantised; or an adapter does
+            not fit.
     """
     model = spec.family.make(spec, builder)
     layered = spec.pooling is not None and spec.pooling.layers
     pooled = builder.pooled(spec.pooling) if layered and spec.pooling is not None else None
     if builder.adapters is not None:
-        builder.adapters.check_used(builder.declared.elsewhere)
+        builder.adapters.elsewhere = builder.declared.elsewhere
+        for slot, adapter in enumerate(adapters):
+            builder.adapters.load(slot, adapter)
     if builder.checkpoint is None:
         random_weights(builder.declared, seed)
     else:

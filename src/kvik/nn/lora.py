@@ -25,7 +25,7 @@ from torch import Tensor
 from kvik.errors import NOTES_LOG, ModelError, shown
 from kvik.files import ADAPTER_FILES
 from kvik.kernels.ops import Ops
-from kvik.kernels.weights import Matrix, MatrixSpec, float_kind, float_weight
+from kvik.kernels.weights import ExpertSet, Matrix, MatrixSpec, float_kind, float_weight
 from kvik.nn.checkpoint import (
     ROW_MULTIPLE,
     Checkpoint,
@@ -35,7 +35,7 @@ from kvik.nn.checkpoint import (
 from kvik.nn.formats.base import LinearShape
 from kvik.nn.layers import Adapters
 from kvik.nn.safetensors import FLOATS, Stored, TensorEntry, read_header
-from kvik.spec.adapters import TENSOR_NAME, Adapter
+from kvik.spec.adapters import TENSOR_NAME, Adapter, in_block
 from kvik.spec.fields import Fields, read_json
 from kvik.spec.stored_weights import Matcher, PatternError
 
@@ -187,92 +187,131 @@ def merged(base: Checkpoint, folder: Path) -> MergedCheckpoint:
     return MergedCheckpoint(base, changes)
 
 
-class AdapterSet:
-    """The adapters that requests choose from: makes those of each layer."""
+@dataclass(frozen=True, slots=True)
+class LayerSlots:
+    """The slots of some layers that form one matrix.
+
+    Attributes:
+        layers: their names in checkpoints.
+        ranks: the largest of each layer for which there is room.
+        places: destinations of the first rows; see `nn.parts.Rows`.
+        pairs: A and B of each slot. The A of all layers are stacked, and their B are blocks of a
+            matrix, else of zeros; None: there is room for none.
+    """
+
+    layers: Sequence[str]
+    shapes: Sequence[LinearShape]
+    ranks: Sequence[int]
+    places: Tensor | None
+    pairs: ExpertSet | None
+
+    def matrices(self, products: Mapping[str, LowRank]) -> tuple[Tensor, Tensor]:
+        """Return A and B of an adapter in fp32."""
+        width, (inputs, outputs) = sum(self.ranks), _size(self.shapes)
+        a, b, row, column = torch.zeros(width, inputs), torch.zeros(outputs, width), 0, 0
+        for layer, shape, rank in zip(self.layers, self.shapes, self.ranks, strict=True):
+            if (product := products.get(layer)) is not None:
+                rows = slice(row, row + product.rank)
+                stored_a, stored_b = product.matrices()
+                a[rows] = shape.ordered(stored_a)
+                b[column : column + shape.outputs, rows] = stored_b
+                b[column : column + shape.outputs, rows] *= product.scale
+            row, column = row + rank, column + shape.outputs
+        if self.places is not None:
+            b[self.places] = b[: len(self.places)].clone()
+        return a, b
+
+
+class AdapterSlots:
+    """Memory for the adapters from which requests choose: slots, each for one adapter.
+
+    Attributes:
+        elsewhere: prefixes of names of layers that other processes have.
+    """
 
     def __init__(
-        self, adapters: Sequence[Adapter], ops: Ops, dtype: torch.dtype, device: torch.device
+        self,
+        count: int,
+        ranks: Mapping[str, int],
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+        fixed: tuple[str, ...] = (),
     ) -> None:
         """
         Args:
+            ranks: the largest of each layer, by its name from its block on.
             ops: of this process alone: small matrices are not divided among processes.
             dtype: of activations and of the matrices.
-
-        Raises:
-            ModelError: one is not a LoRA adapter, or asks for more than sums for linear layers.
+            fixed: prefixes of names of layers without adapters.
         """
+        self._count, self._ranks, self._fixed = count, ranks, fixed
         self._ops, self._dtype, self._device = ops, dtype, device
-        self._unused = {adapter.name: _products(adapter) for adapter in adapters}
+        self._layers: list[LayerSlots] = []
+        self.elsewhere: Collection[str] = ()
 
     def of(
         self, layers: Sequence[str], shapes: Sequence[LinearShape], places: Tensor | None
     ) -> Adapters | None:
-        """Return the adapters of some layers that form one matrix; None: there are none.
-
-        The A of all layers are stacked, and their B are blocks of a matrix, else of zeros.
-
-        Args:
-            layers: their names in checkpoints.
-            places: destinations of the first rows; see `nn.parts.Rows`.
-
-        Raises:
-            ModelError: an adapter does not fit a layer.
-        """
-        adapted = {
-            name: [by_layer.pop(layer, None) for layer in layers]
-            for name, by_layer in self._unused.items()
-        }
-        ranks = [
-            max(0 if product is None else product.rank for product in products)
-            for products in zip(*adapted.values(), strict=True)
-        ]
-        if not any(ranks):
+        """Make the slots of some layers that form one matrix; see `LayerSlots`. Returns None if
+        there is room for none."""
+        if layers[0].startswith(self._fixed):
             return None
-        inputs, outputs = shapes[0].inputs, sum(shape.outputs for shape in shapes)
-        # In the same memory for all: new memory for each would leave gaps between what stays.
-        a, b = torch.empty(sum(ranks), inputs), torch.empty(outputs, sum(ranks))
-        up, down = [], []
-        for name, products in adapted.items():
-            a.zero_()
-            b.zero_()
-            row = column = 0
-            for layer, product, shape, rank in zip(layers, products, shapes, ranks, strict=True):
-                if product is not None:
-                    with _of_adapter(name):
-                        _check_shape(f"{layer}.weight", product.shape, (shape.outputs, inputs))
-                    rows = slice(row, row + product.rank)
-                    stored_a, stored_b = product.matrices()
-                    a[rows] = shape.ordered(stored_a)
-                    b[column : column + shape.outputs, rows] = stored_b
-                    b[column : column + shape.outputs, rows] *= product.scale
-                row, column = row + rank, column + shape.outputs
-            if places is not None:
-                b[places] = b[: len(places)].clone()
-            up.append(self._matrix(a))
-            down.append(self._matrix(b))
-        return Adapters(self._ops, self._ops.expert_set(up, down))
+        ranks, pairs = [self._ranks.get(in_block(layer), 0) for layer in layers], None
+        if any(ranks):
+            width, (inputs, outputs) = sum(ranks), _size(shapes)
+            slots = range(self._count)
+            up = [self._matrix(width, inputs) for _ in slots]
+            pairs = self._ops.expert_set(up, [self._matrix(outputs, width) for _ in slots])
+        self._layers.append(LayerSlots(layers, shapes, ranks, places, pairs))
+        return None if pairs is None else Adapters(self._ops, pairs)
 
-    def _matrix(self, values: Tensor) -> Matrix:
-        kind, (rows, inputs) = float_kind(self._dtype), values.shape
+    def _matrix(self, rows: int, inputs: int) -> Matrix:
+        kind = float_kind(self._dtype)
         spec = MatrixSpec(kind, rows, inputs, False, None, self._dtype, self._device)
-        matrix = self._ops.matrix(spec)
-        self._ops.pack_rows(matrix, 0, float_weight(values.to(self._device)))
-        return matrix
+        return self._ops.matrix(spec)
 
-    def check_used(self, elsewhere: Collection[str]) -> None:
-        """Check that the layers of the model have taken all adapters.
-
-        Args:
-            elsewhere: prefixes of names of layers that other processes have.
+    def load(self, slot: int, adapter: Adapter) -> None:
+        """Read an adapter into a slot that no request uses, whatever is there.
 
         Raises:
-            ModelError: one adapts something else.
+            ModelError: it is not a LoRA adapter, asks for more than sums for linear layers, does
+                not fit the model or the slots, or is not the one that was named.
         """
-        for name, by_layer in self._unused.items():
-            for layer in by_layer:
-                if not layer.startswith(tuple(elsewhere)):
-                    reason = f"adapts {shown(layer)}, whose outputs requests cannot change"
-                    raise ModelError("adapters", f"{shown(name)} {reason}: merge it with lora")
+        products = _products(adapter)
+        self._check(adapter.name, products)
+        adapter.check_unchanged()
+        for layer in self._layers:
+            if layer.pairs is not None:
+                with _of_adapter(adapter.name):
+                    a, b = layer.matrices(products)
+                for matrix, values in ((layer.pairs.up[slot], a), (layer.pairs.down[slot], b)):
+                    self._ops.pack_rows(matrix, 0, float_weight(values.to(self._device)))
+
+    def _check(self, name: str, products: Mapping[str, LowRank]) -> None:
+        """Raise ModelError if an adapter does not fit the layers of this process."""
+        limits = {
+            layer: (shape, rank)
+            for slots in self._layers
+            for layer, shape, rank in zip(slots.layers, slots.shapes, slots.ranks, strict=True)
+        }
+        for layer, product in products.items():
+            if layer in limits:
+                shape, rank = limits[layer]
+                with _of_adapter(name):
+                    expected = shape.outputs, shape.inputs
+                    _check_shape(f"{layer}.weight", product.shape, expected)
+                if product.rank > rank:
+                    reason = f"{shown(name)} has rank {product.rank} for {shown(layer)}: at most "
+                    raise ModelError("adapters", f"{reason}{rank} fits (max_adapter_rank)")
+            elif not layer.startswith(tuple(self.elsewhere)):
+                reason = f"adapts {shown(layer)}, whose outputs requests cannot change"
+                raise ModelError("adapters", f"{shown(name)} {reason}: merge it with lora")
+
+
+def _size(shapes: Sequence[LinearShape]) -> tuple[int, int]:
+    """Return inputs and outputs of layers that form one matrix."""
+    return shapes[0].inputs, sum(shape.outputs for shape in shapes)
 
 
 def _products(adapter: Adapter) -> dict[str, LowRank]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -33,6 +35,17 @@ class Drained(msgspec.Struct):
     """`unfinished`: number of requests that the replica still has."""
 
     unfinished: int
+
+
+class LoadLora(msgspec.Struct):
+    """The names are vLLM's. `lora_path`: a folder, or a hub id."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadLora(msgspec.Struct):
+    lora_name: str
 
 
 class Nothing(msgspec.Struct):
@@ -87,6 +100,18 @@ async def drain_replica(server: Server, request: Request, body: DrainRequest) ->
     return json_response(Drained(server.engine.drain_replica(replica, drain=body.drain)))
 
 
+@post("/admin/adapters/load", answer=Done, note="Let requests choose another adapter.")
+async def load(server: Server, request: Request, body: LoadLora) -> Response:
+    await server.load_adapter(body.lora_name, body.lora_path)
+    return json_response(Done())
+
+
+@post("/admin/adapters/unload", answer=Done, note="Refuse requests for an adapter from now on.")
+async def unload(server: Server, request: Request, body: UnloadLora) -> Response:
+    await server.unload_adapter(body.lora_name)
+    return json_response(Done())
+
+
 @get("/admin/stats", note="Gauges and counters of the engine.")
 async def stats(server: Server, request: Request) -> Response:
     return json_response(await server.engine.stats())
@@ -97,4 +122,8 @@ def make_admin_app(server: Server) -> App:
     return App(routes(server), server.keys, Drain(), ServerConfig(host=LOOPBACK), admin=True)
 
 
-routes = routes_of(*HEALTH, abort, reset_prefix_cache, drain, drain_replica, stats)
+ADAPTERS = (
+    *(load, replace(load, path="/v1/load_lora_adapter")),  # the latter: vLLM's
+    *(unload, replace(unload, path="/v1/unload_lora_adapter")),
+)
+routes = routes_of(*HEALTH, abort, reset_prefix_cache, drain, drain_replica, *ADAPTERS, stats)

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.client import EngineClient
-from kvik.errors import ConfigError, shown
+from kvik.errors import ConfigError, ParamError, shown
 from kvik.server.access import Keys
 from kvik.server.admission import Admission
 from kvik.server.errors import model_not_found
@@ -99,6 +99,22 @@ class Server:
     def adapters(self) -> tuple[str, ...]:
         """Names of the adapters, which are models to clients."""
         return tuple(adapter.name for adapter in self.engine.config.runner.adapters)
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """See `EngineClient.load_adapter`."""
+        if name in self.model_names:
+            raise ParamError("name", f"must be another one: {shown(name)} is the model itself")
+        await self.engine.load_adapter(name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        """See `EngineClient.unload_adapter`.
+
+        Raises:
+            HttpError: 404, there is no such adapter.
+        """
+        if name not in self.adapters:
+            raise model_not_found(name, self.adapters)
+        await self.engine.unload_adapter(name)
 
     def served(self, model: str | None) -> tuple[str, SamplingParams]:
         """Return the model name for the response to a request that names `model`, and the

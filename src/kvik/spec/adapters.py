@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from kvik.errors import ModelError, shown
 from kvik.files import ADAPTER_FILES, regular
 
 MAX_ADAPTERS = 512
+ADAPTER_NAME = r"[^\0=]{1,256}"
+ADAPTER_RANK = 16  # default of the largest rank
 NO_ADAPTER = -1  # number of the adapter of requests that choose none
 # Names of tensors in an adapter's file: `base_model.model.` is the wrapper of PEFT, and
 # `base_layer` the layer that an adapter wraps.
@@ -36,11 +40,13 @@ class Adapter:
     Attributes:
         folder: of its files.
         digest: of its files. Requests share prefix blocks only if they have the same adapter.
+        changed_ns: times of their last changes. Unless one differs, nothing is read to compare.
     """
 
     name: str
     folder: str
     digest: str
+    changed_ns: tuple[int, ...]
 
     @staticmethod
     def read(name: str, folder: Path) -> Adapter:
@@ -49,15 +55,26 @@ class Adapter:
         Raises:
             ModelError: a file cannot be read.
         """
-        digest = hashlib.sha256()
+        digest, changed = hashlib.sha256(), []
         for file in ADAPTER_FILES:
             try:
                 with open(folder / file, "rb", opener=regular) as opened:
+                    changed.append(os.fstat(opened.fileno()).st_mtime_ns)
                     digest.update(hashlib.file_digest(opened, "sha256").digest())
             except OSError as error:
                 reason = f"{shown(name)}: {file} cannot be read ({error.strerror})"
                 raise ModelError("adapters", reason) from None
-        return Adapter(name, str(folder), digest.hexdigest())
+        return Adapter(name, str(folder), digest.hexdigest(), tuple(changed))
+
+    def check_unchanged(self) -> None:
+        """Raise ModelError if the files are no longer those of the digest."""
+        paths = [Path(self.folder) / file for file in ADAPTER_FILES]
+        with suppress(OSError):  # `read` reports it
+            if tuple(path.stat().st_mtime_ns for path in paths) == self.changed_ns:
+                return
+        if Adapter.read(self.name, Path(self.folder)).digest != self.digest:
+            reason = f"{shown(self.name)}: its files have changed since it was named"
+            raise ModelError("adapters", reason)
 
     def ranks(self) -> dict[str, int]:
         """Return the rank of each adapted linear layer, by its name from its block on.

@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from kvik.files import ADAPTER_FILES, gguf_parts, writing_whole_folder
 from kvik.kernels.packing import Packing
 from kvik.nn.engine_folder import MappedStorage, Written, write_weights
 from kvik.nn.parts import FreshStorage
-from kvik.spec.adapters import Adapter
 from kvik.spec.engine_folder import (
     FORMAT,
     MANIFEST,
@@ -120,15 +119,11 @@ def cache_of(
     path: Path,
     quantization: str,
     packing: Packing,
-    lora: str | None,
-    adapters: Sequence[Adapter],
 ) -> EngineCache | None:
     """Return the cache entry of a model; None: there is no cache.
 
     Args:
         path: the model's folder or GGUF file.
-        lora: folder of its adapter.
-        adapters: from which requests choose; they decide which activations are fused.
         quantization: of this model, which may be a draft model.
 
     Raises:
@@ -145,8 +140,8 @@ def cache_of(
         "byte_order": sys.byteorder,
         "dtype": runner.dtype,
         "quantization": quantization,
-        "files": _fingerprints(path, lora),
-        "adapters": [adapter.digest for adapter in adapters],
+        "files": _fingerprints(path, runner.lora),
+        "adapters": sorted(runner.adapter_ranks),  # their activations are not fused
     }
     key = hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()[:16]
     name = model_name(path).replace("/", "--")

@@ -23,6 +23,7 @@ from kvik.kernels.ops import Ops
 from kvik.kernels.upload import upload
 from kvik.nn.kv_formats import NO_STATES, KVCache, States
 from kvik.nn.layers import PooledHead
+from kvik.nn.lora import AdapterSlots
 from kvik.spec.declare import ForwardContext, Network, Taps
 from kvik.spec.kv import KVGroup
 from kvik.spec.pooling import PoolingSpec
@@ -159,6 +160,7 @@ class EngineNetwork:
             specify a pooling, or there is no head after it.
         generates: it has logits of tokens.
         taps: layers before which the residual stream is part of the output of a step.
+        adapters: from which requests choose; None: there are none.
     """
 
     model: Network
@@ -174,6 +176,7 @@ class EngineNetwork:
     pooled: PooledHead | None = None
     generates: bool = True
     taps: tuple[int, ...] = ()
+    adapters: AdapterSlots | None = None
 
     def forward(
         self,

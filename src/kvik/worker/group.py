@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
+from kvik.spec.adapters import Adapter
+
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
@@ -94,6 +96,14 @@ class GiveBack:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Read an adapter into a slot, and reply why that fails, or ""."""
+
+    slot: int
+    adapter: Adapter
+
+
+@dataclass(frozen=True, slots=True)
 class OpenPages:
     """Map the memory of the pages that all processes copy; see `PageMemory`.
 
@@ -132,6 +142,7 @@ Message = (
     | ReadLogits
     | Enter
     | GiveBack
+    | LoadAdapter
     | OpenPages
     | CopyPages
 )
@@ -175,6 +186,15 @@ class Followers(Protocol):
         """Send a message to each of them.
 
         Raises:
+            GroupLost: one of them is gone.
+        """
+        ...
+
+    def ask(self, message: LoadAdapter) -> None:
+        """Send this message, and wait until each of them has done it.
+
+        Raises:
+            ConfigError: one of them could not.
             GroupLost: one of them is gone.
         """
         ...

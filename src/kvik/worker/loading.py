@@ -21,7 +21,7 @@ from kvik.nn.gguf_checkpoint import open_weights
 from kvik.nn.kv_formats import KVCache, allocate_kv, allocate_states
 from kvik.nn.layers import PooledHead
 from kvik.nn.loader import load_model
-from kvik.nn.lora import AdapterSet, merged
+from kvik.nn.lora import AdapterSlots, merged
 from kvik.nn.parts import FreshStorage, Storage
 from kvik.spec.declare import Network
 from kvik.spec.engine_folder import Manifest
@@ -109,7 +109,7 @@ def load_network(
         parts = replace(parts, backend=backend)
     platform.release_freed()  # memory used while reading the tokenizer
     with torch.inference_mode():
-        model, pooled = _load(
+        model, pooled, adapters = _load(
             config, parts, spec, path, groups, quantization, stage, adapted=not drafts
         )
         platform.release_freed()
@@ -142,6 +142,7 @@ def load_network(
         pooling=spec.pooling,
         pooled=pooled,
         generates=not spec.encoder,
+        adapters=adapters,
     )
 
 
@@ -186,7 +187,7 @@ def _load(
     stage: PipelineStage | None = None,
     *,
     adapted: bool = True,
-) -> tuple[Network, PooledHead | None]:
+) -> tuple[Network, PooledHead | None, AdapterSlots | None]:
     """Load a model from an engine folder or the engine cache, else from its files.
 
     Args:
@@ -196,31 +197,42 @@ def _load(
         ModelError: the weights do not fit the spec.
     """
     runner = config.runner
-    lora, chosen = (runner.lora, runner.adapters) if adapted else (None, ())
+    if not adapted:
+        runner = replace(runner, lora=None, adapters=(), max_adapters=0, adapter_ranks={})
+    fixed: tuple[str, ...] = ()
+    if spec.predictor is not None:  # drafts come from the plain model
+        fixed = (f"{spec.predictor.scope.format(spec.num_layers)}.",)
 
     def load(
         checkpoint: Checkpoint | None, storage: Storage | None
-    ) -> tuple[Network, PooledHead | None]:
+    ) -> tuple[Network, PooledHead | None, AdapterSlots | None]:
         adapters = None
-        if chosen:
-            adapters = AdapterSet(chosen, parts.own_ops, parts.dtype, parts.device)
+        if runner.max_adapters:
+            adapters = AdapterSlots(
+                runner.max_adapters,
+                runner.adapter_ranks,
+                parts.own_ops,
+                parts.dtype,
+                parts.device,
+                fixed,
+            )
         builder = make_builder(
             config, parts, spec, groups, quantization, checkpoint, storage, stage, adapters
         )
-        return load_model(spec, builder, seed=runner.seed)
+        return *load_model(spec, builder, runner.adapters, seed=runner.seed), adapters
 
     if spec.built is not None:
         return load(None, MappedStorage(path, parts.packing))
     if runner.load_format != "safetensors":
         return load(None, None)
-    cache = cache_of(runner, path, quantization, parts.packing, lora, chosen)
+    cache = cache_of(runner, path, quantization, parts.packing)
     if cache is not None and (mapped := cache.stored(parts.packing)) is not None:
         try:
             return load(None, mapped)
         except ModelError as error:
             cache.is_bad(str(error))
     fresh = FreshStorage(parts.ops)
-    model = load(_checkpoint(path, spec, lora), fresh)
+    model = load(_checkpoint(path, spec, runner.lora), fresh)
     if cache is not None and not parts.packing.divided and stage is None:
         cache.keep(runner, quantization, fresh, parts.packing)
     return model
@@ -250,7 +262,7 @@ def make_builder(
     checkpoint: Checkpoint | None,
     storage: Storage | None,
     stage: PipelineStage | None = None,
-    adapters: AdapterSet | None = None,
+    adapters: AdapterSlots | None = None,
 ) -> Builder:
     """Make a builder for a model on this platform; see `Builder`."""
     return Builder(

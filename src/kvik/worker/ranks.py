@@ -25,6 +25,7 @@ from kvik.worker.group import (
     CopyPages,
     Enter,
     GiveBack,
+    LoadAdapter,
     Message,
     MoveTokens,
     OpenPages,
@@ -76,7 +77,7 @@ class Member:
         self._inference = inference_on(platform.parts.device)
         self._pages = PageShare(config, network, setup, stage)
 
-    def serve(self, receive: Callable[[], Message]) -> None:
+    def serve(self, receive: Callable[[], Message], reply: Callable[[bytes], None]) -> None:
         """Process messages from the process that directs this one, until it ends.
 
         Raises:
@@ -85,7 +86,22 @@ class Member:
         while True:
             message = receive()
             with self._inference():
-                self._do(message)
+                if isinstance(message, LoadAdapter):
+                    reply(self._load_adapter(message).encode())
+                else:
+                    self._do(message)
+
+    def _load_adapter(self, message: LoadAdapter) -> str:
+        """Load an adapter here and in the processes that this one directs. Returns why that fails,
+        or ""."""
+        assert self._network.adapters is not None
+        try:
+            self._network.adapters.load(message.slot, message.adapter)
+            if self._network.ranks is not None:
+                self._network.ranks.ask(message)
+        except Exception as error:
+            return str(error) or type(error).__name__
+        return ""
 
     def _do(self, message: Message) -> None:
         """Do in this process's share what the other one does in its own."""
@@ -178,6 +194,7 @@ class LeadingRank(Member):
     def lead(
         self,
         receive: Callable[[], Message],
+        reply: Callable[[bytes], None],
         entered: Callable[[], bytes],
         leave: Callable[[memoryview], None],
     ) -> None:
@@ -193,7 +210,7 @@ class LeadingRank(Member):
             GroupLost: a process of the group has ended.
         """
         self._entered, self._leave = entered, leave
-        self.serve(receive)
+        self.serve(receive, reply)
 
     def _do(self, message: Message) -> None:
         if isinstance(message, SentStep):

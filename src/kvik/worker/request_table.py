@@ -49,7 +49,7 @@ class RequestTable:
         type_stride: offset of positions in the second text of a prompt (`ModelFacts.type_stride`);
             0: the model does not distinguish the texts.
         second_text: [slots] int32, where the second text begins.
-        adapters: [slots] int64, number of each request's adapter, or `NO_ADAPTER`; None: the model
+        adapters: [slots] int64, slot of each request's adapter, or `NO_ADAPTER`; None: the model
             has none.
     """
 
@@ -65,7 +65,7 @@ class RequestTable:
         type_stride: int = 0,
         shares: Sequence[int] = (),
         budgets: bool = False,
-        adapters: Sequence[str] = (),
+        adapters: bool = False,
     ) -> None:
         max_blocks = -(-max_model_len // block_size)
         self.block_size = block_size
@@ -87,7 +87,6 @@ class RequestTable:
         if budgets:
             self.first_keys = np.zeros((num_groups, max_num_seqs), np.int32)
         self.adapters = np.full(max_num_seqs, NO_ADAPTER, np.int64) if adapters else None
-        self._adapter_numbers = {name: number for number, name in enumerate(adapters)}
         self.draft_tree: DraftTree | None = None
         self.entered = 0
         self._entry_number = np.zeros(max_num_seqs, np.int64)  # [slots], running number
@@ -103,7 +102,7 @@ class RequestTable:
         self.second_text[slot] = new.second_text or len(new.token_ids)
         self.tenants[slot] = new.cache_salt
         if self.adapters is not None:
-            self.adapters[slot] = self._adapter_numbers.get(new.params.adapter, NO_ADAPTER)
+            self.adapters[slot] = new.adapter
         self.num_blocks[:, slot] = 0
         if self.first_keys is not None:
             self.first_keys[:, slot] = 0

@@ -278,7 +278,7 @@ class StepSizes:
         """Return the sizes of steps of the served model."""
         scheduler, speculation = config.scheduler, config.speculation
         tokens, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-        adapters = bool(config.runner.adapters)
+        adapters = config.runner.max_adapters > 0
         if speculation is None:
             return replace(StepSizes.of(tokens, seqs), adapters=adapters)
         sizes = StepSizes.of(tokens, seqs, speculation.max_draft_rows)

@@ -53,8 +53,8 @@ class TritonWarmUps(WarmUps):
         max_length = min(sizes.tokens, spec.max_context, context)
         routers = {layer.experts.router for layer in spec.layers if layer.experts}
         by_expert = [tokens_of_experts(router.experts, router.active) for router in routers]
-        if adapters := self._config.runner.adapters:
-            by_expert.append(tokens_of_experts(len(adapters), 1))
+        if adapters := self._config.runner.max_adapters:
+            by_expert.append(tokens_of_experts(adapters, 1))
         kv_heads = {spec.heads(layer)[0] for layer in spec.layers if layer.state is None}
         classes = lengths(spec.num_heads, kv_heads, max_length, set().union(*by_expert))
         nodes = [length for length in classes if sizes.trees and length <= SHORT]

@@ -24,13 +24,14 @@ from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.structured import Constraint, Grammars
 from kvik.errors import ConfigError, GroupLost, ParamError
 from kvik.nn.pages import FINGERPRINT_BYTES, VERSION
+from kvik.spec.adapters import Adapter
 from kvik.spec.engine_folder import read_manifest
 from kvik.version import __version__
 from kvik.worker.disk_tier import ComputedPages, DiskTier, ReplayTier, usable_folder
 from kvik.worker.drafters.registry import DrafterParts, build_drafter
 from kvik.worker.engine_cache import fingerprints
 from kvik.worker.graphs import EngineNetwork
-from kvik.worker.group import EarlierStages, GiveBack, RankSetup
+from kvik.worker.group import EarlierStages, GiveBack, LoadAdapter, RankSetup
 from kvik.worker.group_pages import ProcessCopies, own_pages
 from kvik.worker.loading import load_share
 from kvik.worker.model_runner import ModelRunner
@@ -149,7 +150,7 @@ class Worker:
             type_stride=config.model.type_stride if config.model.token_types > 1 else 0,
             shares=[group.shares for group in cache.groups],
             budgets=any(group.budgeted for group in cache.groups),
-            adapters=[adapter.name for adapter in config.runner.adapters],
+            adapters=sizes.adapters,
         )
         sampling = SamplingTable(
             scheduler.max_num_seqs, vocab_size, device, draw_bytes, self._grammars
@@ -244,6 +245,16 @@ class Worker:
                 with suppress(GroupLost):  # the next step reports it
                     processes.send(GiveBack(list(blocks)))
         return self._give_back(network.kv.storages, blocks)
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """See `Executor.load_adapter`."""
+        network = self._ready().network
+        assert network.adapters is not None
+        with self._inference():
+            network.adapters.load(slot, adapter)
+        for processes in (network.ranks, network.earlier):
+            if processes is not None:
+                processes.ask(LoadAdapter(slot, adapter))
 
     def build_grammar(self, constraint: Constraint) -> Future[object]:
         """See `Executor.build_grammar`."""
