@@ -150,13 +150,15 @@ class AdaptersFootprint:
         outputs: width of the widest layer that one changes. Its outputs exist before and after the
             change, and the activation is not fused.
         rank: the largest rank of a matrix.
+        slots: number of adapters.
         ranks: of each layer, by its name from its block on.
     """
 
     weights: int
     outputs: int
     rank: int
-    ranks: Mapping[str, int]
+    slots: int
+    ranks: dict[str, int]
 
     @staticmethod
     def of(
@@ -187,7 +189,7 @@ class AdaptersFootprint:
                 largest = max(largest, numbers)
                 outputs, largest_rank = max(outputs, width), max(largest_rank, rank)
         # Loading one makes the matrices of a layer in fp32, from others in fp32 at most.
-        return AdaptersFootprint(weights + 8 * largest, outputs, largest_rank, ranks)
+        return AdaptersFootprint(weights + 8 * largest, outputs, largest_rank, slots, ranks)
 
     def step(self, tokens: int, item: int) -> int:
         """Bytes of a step in addition to those of the model without adapters."""
