@@ -99,6 +99,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GPT2": {},
     "DeepseekV2": {**LATENT, "q_lora_rank": None},
     "DeepseekV3": LATENT,
+    "AXK1": {**LATENT, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    "MiniCPM3": {**LATENT, "dim_model_base": 20},
+    "NanoChat": {},
+    "HYV3": {
+        "head_dim": 8,
+        "num_experts": 6,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 24,
+    },
     "Lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "Lfm3": {
         "head_dim": 8,
@@ -121,6 +130,9 @@ LEFT: dict[str, set[str]] = {
     "DeepseekV2": {"gate", "kv_b_proj"},
     "DeepseekV3": {"gate", "kv_b_proj"},
     "Glm4MoeLite": {"gate", "kv_b_proj"},
+    "AXK1": {"gate", "kv_b_proj"},
+    "MiniCPM3": {"kv_b_proj"},
+    "HYV3": {"gate"},  # router.gate
     "GptOss": {"router"},
     "GraniteMoeHybrid": {"layer"},  # router.layer
     "NemotronH": {"gate"},

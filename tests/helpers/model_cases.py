@@ -69,6 +69,17 @@ NEMOTRON_H: dict[str, Any] = {
     "time_step_min": 1e-30,  # prompts clamp steps to it, decoding does not
 }
 
+MINICPM3 = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 12,
+    "num_key_value_heads": 4,
+    "scale_emb": 3,
+    "scale_depth": 0.9,
+    "dim_model_base": 20,
+}
+
 MROPE = rope(rope_type="default", mrope_section=[2, 1, 1])
 
 LONG_PHIMOE: dict[str, Any] = {
@@ -360,6 +371,22 @@ CASES = {
     "nemotron-bias": case(
         "Nemotron", attention_bias=True, mlp_bias=True, head_dim=16, norm_eps=0.1
     ),
+    "jais2": case("Jais2", hidden_size=64),
+    "jais2-plain": case(
+        "Jais2",
+        attention_bias=False,
+        mlp_bias=False,
+        layer_norm_eps=0.1,
+        tie_word_embeddings=True,
+    ),
+    "nanochat": case("NanoChat", hidden_size=64, rms_norm_eps=0.1),
+    "nanochat-bias": case(
+        "NanoChat",
+        rope(**YARN, factor=4.0),
+        attention_bias=True,
+        final_logit_softcapping=None,
+        tie_word_embeddings=True,
+    ),
     "arcee": case("Arcee", hidden_size=64),
     "arcee-bias": case("Arcee", attention_bias=True, mlp_bias=True, head_dim=12),
     "glm": case("Glm", head_dim=16),
@@ -435,6 +462,16 @@ CASES = {
         topk_group=2,
         n_shared_experts=2,
         norm_topk_prob=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "hy3": case("HYV3", EIGHT_EXPERTS, head_dim=16, num_shared_experts=2),
+    "hy3-dense-bias": case(
+        "HYV3",
+        EIGHT_EXPERTS,
+        head_dim=8,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        router_scaling_factor=0.6,
         attention_bias=True,
         tie_word_embeddings=True,
     ),
@@ -658,6 +695,48 @@ CASES = {
         "DeepseekV3", LATENT, rope_interleave=False, qk_rope_head_dim=8, kv_lora_rank=40
     ),
     "glm4-moe-lite": case("Glm4MoeLite", LATENT, mlp_layer_types=["dense", "sparse", "sparse"]),
+    "youtu": case("Youtu", LATENT),
+    "youtu-halves": case(
+        "Youtu",
+        LATENT,
+        rope(**YARN, factor=4.0, mscale=0.7, mscale_all_dim=1.3),
+        rope_interleave=False,
+        q_lora_rank=None,
+        attention_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "axk1": case("AXK1", LATENT, first_k_dense_replace=1),
+    "axk1-groups": case(
+        "AXK1",
+        LATENT,
+        rope(**YARN, factor=4.0, mscale=0.7, mscale_all_dim=1.3),
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "minicpm3": case("MiniCPM3", MINICPM3),
+    "minicpm3-plain": case(
+        "MiniCPM3",
+        MINICPM3,
+        rope(
+            rope_type="longrope",
+            short_factor=[1.5, 2.0, 4.0, 8.0],
+            long_factor=[1.5, 2.0, 4.0, 8.0],
+            original_max_position_embeddings=4,
+        ),
+        qk_rope_head_dim=8,
+        q_lora_rank=None,
+        v_head_dim=20,
+        scale_emb=1,
+        scale_depth=None,
+        dim_model_base=None,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=False,
+    ),
     "gptj": case("GPTJ", rotary_dim=4),
     "gptj-tied": case("GPTJ", rotary_dim=4, tie_word_embeddings=True),
     "gptj-head-dim-16": case("GPTJ", n_embd=64, rotary_dim=16, n_inner=40),

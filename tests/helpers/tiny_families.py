@@ -36,6 +36,7 @@ MORE: dict[str, dict[str, Any]] = {
     "Ernie4_5": HEAD,
     "Nemotron": {**WIDE, "mlp_bias": True},
     "Arcee": WIDE,
+    "Jais2": WIDE,
     "SmolLM3": {**WIDE, "num_hidden_layers": 4},
     "SeedOss": {**HEAD, "residual_dropout": 0.0, "attention_dropout": 0.0},
 }

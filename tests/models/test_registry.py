@@ -11,6 +11,7 @@ import torch
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import (
     IMAGE_PREFIXES,
+    LATENT,
     reference_logits,
     save_tiny,
     save_tiny_with_images,
@@ -103,6 +104,23 @@ def test_layers_that_predict_further_tokens_are_ignored(
         model = PagedModel(tmp_path)
     torch.testing.assert_close(model.logits(ids), expected, atol=1e-4, rtol=0)
     assert "1 tensors are not read" in caplog.text and scope.rpartition(".")[0] in caplog.text
+
+
+@pytest.mark.parametrize("method", [None, "none"])
+def test_experts_without_a_correction(method: str | None, tmp_path: Path) -> None:
+    """As in published checkpoints of A.X K1."""
+    reference, ids = save_tiny(tmp_path, "AXK1", **LATENT), tokens(30)
+    for name, buffer in reference.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.zero_()
+    stored = load_file(tmp_path / SINGLE)
+    kept = {name: t for name, t in stored.items() if not name.endswith("correction_bias")}
+    assert len(kept) == len(stored) - 2
+    save_file(kept, tmp_path / SINGLE, metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"topk_method": method}))
+    expected = reference_logits(reference, ids)
+    torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
 
 
 def test_a_tied_model_ignores_a_head_in_the_file(tmp_path: Path) -> None:

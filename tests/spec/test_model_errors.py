@@ -155,6 +155,14 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
     (of("Nemotron", hidden_act="silu"), "hidden_act"),
     (of("Cwm", layer_types=["sliding_attention"]), "layer_types"),
     (of("Ministral", sliding_window=0), "sliding_window"),
+    (of("MiniCPM3", scale_depth=0), "scale_depth"),
+    (of("MiniCPM3", dim_model_base=0.5), "dim_model_base"),
+    (of("NanoChat", hidden_act="relu2", final_logit_softcapping=0), "final_logit_softcapping"),
+    (of("AXK1", topk_method=1), "topk_method"),
+    *(
+        (of("HYV3", **{key: value}), key)
+        for key, value in (("route_norm", False), ("mlp_bias", True), ("router_scaling_factor", -1))
+    ),
     (of("SolarOpen", first_k_dense_replace=1), "first_k_dense_replace"),
     (of("SolarOpen", use_qk_norm=True), "use_qk_norm"),
     (of("GPTNeo", num_layers=2, num_heads=4, attention_layers=["global"]), "attention_layers"),

@@ -195,7 +195,8 @@ class NormedLayer:
     """Attention, an MLP or experts, and norms; subclasses combine them.
 
     Args:
-        norms: names of the norms, in the order in which they compute; (): the usual ones.
+        norms: names of the norms, in the order in which they compute, "" for one without a gain;
+            (): the usual ones.
         offset, norm_bias: as in `layer_norms`.
     """
 
@@ -219,6 +220,8 @@ class NormedLayer:
         readers = self.before if len(names) > 1 else ("",)  # attention and MLP share one norm
         self.norms = [
             make(name, before=up if role == "gate_up" else role)
+            if name
+            else builder.plain_norm(spec.hidden_size, spec.norm_eps)
             for name, role in zip(names, readers, strict=True)
         ]
         self.attention = attention(spec, builder, layer)

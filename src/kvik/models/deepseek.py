@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from kvik.models.decoder import PreNormLayer, text_decoder, without_predictors
+from kvik.models.decoder import Layer, NormedLayer, PreNormLayer, text_decoder, without_predictors
 from kvik.spec.declare import (
     SEPARATE,
     Architecture,
@@ -217,6 +217,67 @@ GLM4_MOE_LITE = replace(
         "v_head_dim": 256,
         "qk_nope_head_dim": 192,
     },
+)
+# Youtu-LLM (Tencent 2025): small, without experts.
+YOUTU = replace(
+    DEEPSEEK3,
+    name="YoutuForCausalLM",
+    model_type="youtu",
+    models="Youtu-LLM",
+    experts=None,
+    predictor=None,
+    tied=True,
+    eos_token_ids=(128_001,),
+    gguf=None,
+    gguf_marker=(),
+    defaults={},
+)
+
+
+class NormedExpertsLayer(NormedLayer):
+    """Attention, then experts; each reads the normalised residual stream and adds to it, the
+    experts after another norm."""
+
+    usual_norms = ("input_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+    before = ("qkv", "gate_up", "")
+
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
+        """Take the residual stream x [tokens, hidden] one layer further."""
+        attention_norm, mlp_norm, fed_norm = self.norms
+        x = self.attention(attention_norm(x), x, rotation, ctx)
+        return fed_norm.add(self.mlp(mlp_norm(x), ctx), x)
+
+
+def axk1_layer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> Layer:
+    if spec.layers[layer].experts is not None:
+        return NormedExpertsLayer(spec, builder, layer, DeepseekAttention)
+    builder.ignore("post_mlp_layernorm")  # checkpoints have it in every layer
+    return PreNormLayer(spec, builder, layer, DeepseekAttention)
+
+
+def axk1_router(fields: Fields, experts: int, active: int) -> Router:
+    """As in DeepSeek-V3, but published checkpoints have no correction: then `topk_method` is not
+    "noaux_tc"."""
+    key, corrected = "topk_method", not fields.is_null("topk_method")
+    if key in fields:
+        corrected = fields.text(key) == "noaux_tc"
+    router = corrected_router(fields.changed({key: None}), experts, active)
+    return replace(router, corrected=corrected)
+
+
+# A.X K1 (SK Telecom 2025).
+AXK1 = replace(
+    DEEPSEEK3,
+    name="AXK1ForCausalLM",
+    model_type="axk1",
+    models="A.X K1",
+    make=partial(without_predictors, make_layer=axk1_layer),
+    experts=partial(read_experts, router=axk1_router, shared="n_shared_experts", first_dense=1),
+    predictor=None,
+    eos_token_ids=(163_691,),
+    gguf=None,
+    gguf_marker=(),
+    defaults={**DEEPSEEK3.defaults, "n_routed_experts": 192},
 )
 
 

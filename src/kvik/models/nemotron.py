@@ -1,14 +1,23 @@
 """Nemotron-4 (Parmar et al. 2024, arXiv 2402.16819) and Minitron: LayerNorm whose gains are 1 + the
-stored values, and MLPs with squared ReLU and no gate; and Arcee's AFM, a Llama with such MLPs."""
+stored values, and MLPs with squared ReLU and no gate; and models with such MLPs: Jais 2, Arcee's
+AFM and nanochat."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
-from kvik.models.decoder import Decoder, PreNormLayer, plain_mlp
-from kvik.spec.declare import Architecture, LayerBuilder, Norm
-from kvik.spec.layers import rotary_layers
-from kvik.spec.model import ModelFacts
+from kvik.models.decoder import Decoder, GroupedQueryAttention, PreNormLayer, plain_mlp
+from kvik.models.gemma import softcap
+from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, Norm
+from kvik.spec.fields import Fields
+from kvik.spec.layers import LayerSpec, rotary_layers
+from kvik.spec.model import ModelFacts, ModelScales
+from kvik.spec.rope import read_rope
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ACTIVATIONS = ("relu2",)
 
@@ -40,6 +49,23 @@ NEMOTRON = Architecture(
     keys={"rms_norm_eps": "norm_eps"},
     gguf="nemotron",
 )
+# Jais 2 (Inception 2025): with biases, and all of a head rotated.
+JAIS2 = Architecture(
+    "Jais2ForCausalLM",
+    "jais2",
+    "Jais 2",
+    partial(Decoder, make_layer=partial(PreNormLayer, feed=squared_relu)),
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    mlp_bias="mlp_bias",
+    activations=ACTIVATIONS,
+    rms_norm=False,
+    gated_mlp=False,
+    eos_token_ids=(150_024,),
+    keys={"rms_norm_eps": "layer_norm_eps"},
+    defaults={"attention_bias": True, "mlp_bias": True},
+    gguf="jais2",
+)
 ARCEE = Architecture(
     "ArceeForCausalLM",
     "arcee",
@@ -54,4 +80,57 @@ ARCEE = Architecture(
     eos_token_ids=(128_001,),
     gguf="arcee",
     gguf_pairs=True,
+)
+
+
+def plain_norm(spec: ModelFacts, builder: LayerBuilder) -> Norm:
+    return builder.plain_norm(spec.hidden_size, spec.norm_eps)
+
+
+# Heads of q and k are normalised before the rotation, which does not change their length.
+NanochatLayer = partial(
+    PreNormLayer,
+    attention=partial(GroupedQueryAttention, norms=("", "")),
+    feed=partial(plain_mlp, up="fc1", down="fc2"),
+    norms=("", ""),
+)
+
+
+class NanochatDecoder(Decoder):
+    """Norms have no gains, and there is one more after the embedding."""
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:
+        super().__init__(spec, builder, NanochatLayer, plain_norm)
+        self.first_norm = plain_norm(spec, builder)
+
+    def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """ids [tokens] -> the normalised embeddings, [tokens, hidden]."""
+        return self.first_norm(super().enter(ids, ctx))
+
+
+def backward_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Heads are rotated the other way round, and normalised afterwards, whatever the rotation's
+    scale."""
+    rope = replace(read_rope(fields, positions), backward=True, attention_factor=1.0)
+    return (LayerSpec(None, rope),) * layers
+
+
+def logits_cap(fields: Fields) -> ModelScales:
+    return ModelScales(logits_cap=softcap(fields, "final_logit_softcapping", 15.0))
+
+
+# nanochat (Karpathy 2025).
+NANOCHAT = Architecture(
+    "NanoChatForCausalLM",
+    "nanochat",
+    "nanochat",
+    NanochatDecoder,
+    layers=backward_layers,
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm=True,
+    activations=ACTIVATIONS,
+    gated_mlp=False,
+    scales=logits_cap,
+    eos_token_ids=(1,),
 )

@@ -35,6 +35,7 @@ class RopeSpec:
     original_max_position: int = 0
     fraction: float = 1.0  # fraction of a head's channels that is rotated, the first ones
     interleaved: bool = False  # checkpoints store the pairs as neighbours, else in halves
+    backward: bool = False  # rotated by minus the angle: the second halves take the first's places
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
@@ -91,11 +92,14 @@ class RopeSpec:
         """Return the stored channel at each place of a head, so that channel i is paired with
         i + head_dim / 2; channels that are not rotated fill both halves. None: the stored order."""
         width, half = self.width(head_dim), head_dim // 2
-        if self.kind == "proportional" or (width == head_dim and not self.interleaved):
+        stored = width == head_dim and not self.interleaved and not self.backward
+        if self.kind == "proportional" or stored:
             return None
         pairs = range(width // 2)
         first = [2 * i if self.interleaved else i for i in pairs]
         second = [2 * i + 1 if self.interleaved else width // 2 + i for i in pairs]
+        if self.backward:
+            first, second = second, first
         rest = list(range(width, head_dim))
         num_first = half - width // 2
         return tuple(first + rest[:num_first] + second + rest[num_first:])
