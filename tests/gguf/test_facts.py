@@ -447,7 +447,7 @@ def test_longrope_is_read_from_two_tensors(tmp_path: Path) -> None:
 
 # Some of their tensors are split, joined or named otherwise in files.
 APART = {"Falcon", "Gemma4-experts", "GptOss", "GraniteMoe", "Lfm2Moe", "Llama4"}
-APART |= {"GraniteMoeHybrid", "GraniteMoeHybrid-dense"}
+APART |= {"GraniteMoeShared", "GraniteMoeHybrid", "GraniteMoeHybrid-dense"}
 NAMED = {**ALL, "StableLm": {"use_qkv_bias": True}}
 
 

@@ -177,6 +177,12 @@ SEPARATE: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention", "conv"],
     },
     "GraniteMoe": {**WIDE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "GraniteMoeShared": {
+        **WIDE,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 64,
+    },
     "GraniteMoeHybrid": {
         **HYBRID,
         **MULTIPLIERS,

@@ -92,6 +92,8 @@ CASES: dict[str, dict[str, Any]] = {  # family, and the case in it
     | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "Olmo3": {**WIDE, "num_hidden_layers": 4, "sliding_window": 9},
     "GraniteMoe": {**WIDE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "GraniteMoeShared": {**WIDE, "num_local_experts": 4, "num_experts_per_tok": 2}
+    | {"shared_intermediate_size": 64},
     "Afmoe": {**HEAD, "num_hidden_layers": 4, "sliding_window": 9, "num_experts": 6}
     | {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_shared_experts": 2}
     | {"route_scale": 1.7, "mup_enabled": True},

@@ -97,6 +97,7 @@ def of(architecture: str, **changes: Any) -> dict[str, Any]:
 
 ATTENDS = {"layer_types": ["attention"] * 4}
 MAMBA = {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8}
+WIDTH = "shared_intermediate_size"
 MIXER = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
@@ -140,7 +141,7 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
     (of("GraniteMoeHybrid", **ATTENDS, num_local_experts=-1), "num_local_experts"),
     (
         of("GraniteMoeHybrid", **ATTENDS, **MIXER, shared_intermediate_size=0),
-        "shared_intermediate_size",
+        WIDTH,
     ),
     (of("PhiMoE", **{**MIXER, "num_experts_per_tok": 3}), "num_experts_per_tok"),
     (of("PhiMoE", **MIXER, router_jitter_noise=2), "router_jitter_noise"),
@@ -163,6 +164,10 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
         (of("HYV3", **{key: value}), key)
         for key, value in (("route_norm", False), ("mlp_bias", True), ("router_scaling_factor", -1))
     ),
+    (of("GraniteSWA", sliding_window=None), "layer_types"),
+    (of("GraniteSWA", layer_rope_theta=[1e4]), "layer_rope_theta"),
+    (of("GraniteSWA", layer_rope_theta=[0.5] * 4), "layer_rope_theta"),
+    (of("GraniteMoeShared", num_local_experts=4, shared_intermediate_size=-1), WIDTH),
     (of("SolarOpen", first_k_dense_replace=1), "first_k_dense_replace"),
     (of("SolarOpen", use_qk_norm=True), "use_qk_norm"),
     (of("GPTNeo", num_layers=2, num_heads=4, attention_layers=["global"]), "attention_layers"),

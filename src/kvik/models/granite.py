@@ -1,5 +1,6 @@
 """Granite 3 (IBM 2024): a Llama with scales of embedding, attention, residuals and logits; the
-smaller ones have routed experts. And Granite 4 (IBM 2025), in which most layers may be Mamba-2."""
+smaller ones have routed experts. Granite Swash, with windows and learned sinks. And Granite 4 (IBM
+2025), in which most layers may be Mamba-2."""
 
 from __future__ import annotations
 
@@ -32,7 +33,14 @@ from kvik.spec.declare import (
 )
 from kvik.spec.experts import MAX_EXPERTS, ExpertsSpec, normalised_router, read_experts
 from kvik.spec.fields import MAX_WIDTH, Fields
-from kvik.spec.layers import LINEAR, LayerSpec, layer_types, layers_with_states
+from kvik.spec.layers import (
+    LINEAR,
+    LayerSpec,
+    layer_types,
+    layers_with_states,
+    read_window,
+    typed_windows,
+)
 from kvik.spec.model import ModelFacts, ModelScales
 from kvik.spec.rope import read_rope
 
@@ -58,11 +66,13 @@ SEPARATE_NAMES = ExpertNames(
 )
 
 
-def granite_feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward:
+def granite_feed(
+    spec: ModelFacts, builder: LayerBuilder, layer: int, names: ExpertNames = NAMES
+) -> FeedForward:
     experts = spec.layers[layer].experts
     if experts is not None:
-        names = SEPARATE_NAMES if spec.wiring == SEPARATE else NAMES
-        return builder.experts(spec.hidden_size, experts, names)
+        stored = SEPARATE_NAMES if spec.wiring == SEPARATE else names
+        return builder.experts(spec.hidden_size, experts, stored)
     return feed_forward(spec, builder, layer)
 
 
@@ -139,15 +149,146 @@ GRANITE_MOE = replace(
     model_type="granitemoe",
     models="Granite 3 with experts",
     experts=partial(read_experts, inner="intermediate_size", router=normalised_router),
+    defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
     wiring=separate_wiring,
     gguf="granitemoe",
     gguf_names=gguf_experts("", SEPARATE_NAMES),
     gguf_parts=file_parts,
     gguf_implied=lambda fields: {SEPARATE: True},
 )
-
-
 SHARED = "shared_intermediate_size"
+
+
+def shared_experts(
+    fields: Fields, layers: int, low: int = 0, default: int = 0
+) -> tuple[ExpertsSpec | None, ...]:
+    """Return the experts with the MLP for all tokens beside them.
+
+    Args:
+        low, default: of that MLP's width; 0: none.
+    """
+    width = fields.integer(SHARED, low, MAX_WIDTH, default)
+    read = read_experts(fields, layers, inner="intermediate_size", router=normalised_router)
+    return tuple(experts and replace(experts, shared=width) for experts in read)
+
+
+def shared_parts(scope: str, width: int) -> dict[str, tuple[FilePart, ...]]:
+    """Return the parts of an MLP for all tokens that files store in a scope."""
+    names = EXPERT_NAMES
+    rows = range(width), range(width, 2 * width)
+    return {
+        f"{NAMES.shared}.{NAMES.shared_gate_up[0]}": tuple(
+            FilePart(f"{scope}.{name}", part)
+            for name, part in zip(names.shared_gate_up, rows, strict=True)
+        ),
+        f"{NAMES.shared}.{NAMES.shared_down}": (FilePart(f"{scope}.{names.shared_down}"),),
+    }
+
+
+def granite_shared_parts(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
+    """Return the parts that files store separately, under the usual names."""
+    width = max(layer.experts.shared for layer in spec.layers if layer.experts)
+    return file_parts(spec) | (shared_parts(NAMES.shared, width) if width else {})
+
+
+def granite_shared_extra(spec: ModelFacts) -> dict[str, float | Sequence[int]]:
+    """Return the width of the MLP for all tokens, which llama.cpp needs."""
+    width = max(layer.experts.shared for layer in spec.layers if layer.experts)
+    return {"expert_shared_feed_forward_length": width}
+
+
+# In some Granite 3.2 models, layers have an MLP for all tokens beside the experts.
+GRANITE_MOE_SHARED = replace(
+    GRANITE_MOE,
+    name="GraniteMoeSharedForCausalLM",
+    model_type="granitemoeshared",
+    models="Granite 3 with experts and a shared MLP",
+    experts=shared_experts,
+    keys={"shared_expert_intermediate_size": SHARED},
+    gguf_marker=("expert_shared_feed_forward_length", 1, ""),
+    gguf_parts=granite_shared_parts,
+    gguf_extra=granite_shared_extra,
+)
+
+
+def swash_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Layers with a window; each fourth one, from the first on, without. `layer_rope_theta` has the
+    rotary base of each layer; 0: no positions."""
+    types = layer_types(fields, layers, every=4, first=True)
+    typed = fields.changed({"layer_types": types})
+    windows = typed_windows(typed, layers, read_window(typed))
+    rope, key = read_rope(fields, positions), "layer_rope_theta"
+    if key not in fields:
+        return tuple(LayerSpec(window, rope) for window in windows)
+    thetas = fields.numbers(key, 0.0, 1e12)
+    if len(thetas) != layers:
+        raise fields.error(key, f"must have {layers} entries, not {len(thetas)}")
+    for theta in thetas:
+        if 0.0 < theta <= 1.0:
+            raise fields.error(key, f"must hold 0 or numbers greater than 1, not {theta:g}")
+    return tuple(
+        LayerSpec(window, replace(rope, theta=theta) if theta else None)
+        for window, theta in zip(windows, thetas, strict=True)
+    )
+
+
+SWASH_NAMES = replace(
+    SEPARATE_NAMES,
+    router=f"{SCOPE}.router",
+    shared_gate_up=NAMES.shared_gate_up,
+    shared_down=NAMES.shared_down,
+)
+swash = partial(
+    Decoder,
+    make_layer=partial(
+        GraniteLayer,
+        attention=partial(GroupedQueryAttention, sinks=True),
+        feed=partial(granite_feed, names=SWASH_NAMES),
+    ),
+)
+# Granite Swash (IBM 2026): most layers have a window, and each head has a learned sink.
+GRANITE_SWA = replace(
+    GRANITE,
+    name="GraniteSWAForCausalLM",
+    model_type="granite_swa",
+    models="Granite Swash",
+    make=swash,
+    layers=swash_layers,
+    tied=True,
+    eos_token_ids=(100_257,),
+    defaults={
+        "vocab_size": 100_352,
+        "hidden_size": 2560,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 128,
+    },
+    gguf=None,
+    gguf_scales=(),
+)
+GRANITE_MOE_SWA = replace(
+    GRANITE_MOE_SHARED,
+    name="GraniteMoeSWAForCausalLM",
+    model_type="granitemoe_swa",
+    models="Granite Swash with experts",
+    make=swash,
+    layers=swash_layers,
+    wiring=None,
+    defaults={**GRANITE_MOE_SHARED.defaults, "sliding_window": 128},
+    gguf=None,
+    gguf_marker=(),
+    gguf_names={},
+    gguf_parts=None,
+    gguf_extra=None,
+    gguf_implied=None,
+    gguf_scales=(),
+)
+
+
 KEYS = {
     mamba2.HEADS: "mamba_n_heads",
     mamba2.HEAD_DIM: "mamba_d_head",
@@ -183,8 +324,7 @@ def experts_and_shared(fields: Fields, layers: int) -> tuple[ExpertsSpec | None,
     """Layers have experts and a shared MLP, or the MLP alone."""
     if not fields.integer("num_local_experts", 0, MAX_EXPERTS, 8):
         return (None,) * layers
-    read = read_experts(fields, layers, inner="intermediate_size", router=normalised_router)
-    return tuple(experts and replace(experts, shared=shared_width(fields)) for experts in read)
+    return shared_experts(fields, layers, low=1, default=1024)
 
 
 def shared_width(fields: Fields) -> int:
@@ -194,16 +334,8 @@ def shared_width(fields: Fields) -> int:
 def granite4_parts(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
     """Return the parts that files store separately, under the usual names."""
     has_experts = any(layer.experts for layer in spec.layers)
-    width, names = spec.intermediate_size, EXPERT_NAMES
-    rows = range(width), range(width, 2 * width)
     scope = NAMES.shared if has_experts else "mlp"
-    parts = {
-        f"{NAMES.shared}.{NAMES.shared_gate_up[0]}": tuple(
-            FilePart(f"{scope}.{name}", part)
-            for name, part in zip(names.shared_gate_up, rows, strict=True)
-        ),
-        f"{NAMES.shared}.{NAMES.shared_down}": (FilePart(f"{scope}.{names.shared_down}"),),
-    }
+    parts = shared_parts(scope, spec.intermediate_size)
     return parts | (file_parts(spec) if has_experts else {})
 
 
@@ -229,7 +361,7 @@ GRANITE4 = replace(
     ),
     layers=granite4_layers,
     fixed={"mamba_proj_bias": False},
-    defaults={"mamba_n_groups": 1, "mamba_d_state": 256},
+    defaults={**GRANITE_MOE.defaults, "mamba_n_groups": 1, "mamba_d_state": 256},
     experts=experts_and_shared,
     optional_experts=True,
     inner=shared_width,

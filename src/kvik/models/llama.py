@@ -11,10 +11,9 @@ from kvik.models.eagle3 import WIRINGS, Eagle3Head
 from kvik.spec.declare import Architecture, LayerBuilder
 from kvik.spec.fields import Fields
 from kvik.spec.layers import (
-    FULL,
-    SLIDING,
     LayerSpec,
     PredictorSpec,
+    layer_types,
     optional_rotary_layers,
     switched_layers,
     windowed_layers,
@@ -119,9 +118,8 @@ MISTRAL3_IMAGES = replace(
 
 def cwm_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
     """Layers with a window; each fourth one, from the first on, without."""
-    types = [FULL if i % 4 == 0 else SLIDING for i in range(layers)]
-    chosen = fields.raw("layer_types") or types
-    return switched_layers(fields.changed({"layer_types": chosen}), layers, positions)
+    types = layer_types(fields, layers, every=4, first=True)
+    return switched_layers(fields.changed({"layer_types": types}), layers, positions)
 
 
 # Code World Model (Meta 2025).

@@ -358,15 +358,16 @@ def layers_with_states(
 
 
 def layer_types(
-    fields: Fields, layers: int, every: int = 0, other: str = SLIDING
+    fields: Fields, layers: int, every: int = 0, other: str = SLIDING, *, first: bool = False
 ) -> tuple[str, ...]:
     """Return `FULL` or `other` for each layer, by `layer_types`.
 
     Args:
         every: without that key, each `every`-th layer is full; 0: the key is required.
+        first: these begin with the first layer.
     """
     if every and "layer_types" not in fields:
-        return tuple(FULL if (i + 1) % every == 0 else other for i in range(layers))
+        return tuple(FULL if (i + (not first)) % every == 0 else other for i in range(layers))
     types = _types(fields)
     if len(types) != layers:
         raise fields.error("layer_types", f"must have {layers} entries, not {len(types)}")
