@@ -430,12 +430,13 @@ LATENT = {"architectures": ["DeepseekV3ForCausalLM"], "first_k_dense_replace": 3
 DEEPSEEK = ModelSpec.from_config(PUBLIC["llama-2-7b"] | LATENT)
 GEMMA = ModelSpec.from_config(PUBLIC["Gemma-3-1B"])
 FIRST, SECOND = TINY.layers
-MIXED, TEMPERED, SCALED = (
+MIXED, TEMPERED, SCALED, NORMED = (
     replace(TINY, layers=layers)
     for layers in (
         (FIRST, replace(SECOND, rope=replace(FIRST.rope, theta=1e4))),
         (replace(FIRST, rope=replace(FIRST.rope, query_beta=0.1)),) * 2,
         (FIRST, replace(SECOND, query_scale=QueryScale(8192, 0.1))),
+        (replace(FIRST, rope=replace(FIRST.rope, then_normed=True)),) * 2,
     )
 )
 TIER = {"kv_tiers": "memory:1GiB"}
@@ -473,6 +474,7 @@ OMIT = "must be left out: .*"
         (MIXED, PC, WINDOW, f"window: {OMIT} turns layers"),
         (TEMPERED, PC, WINDOW, f"window: {OMIT} scales queries"),
         (SCALED, PC, WINDOW, f"window: {OMIT} scales queries"),
+        (NORMED, PC, WINDOW, f"window: {OMIT} normalises heads"),
         (TINY, PC, {"attention_sinks": 4}, "attention_sinks: must be 0 without a window, not 4"),
         (TINY, PC, {"window": 509, "attention_sinks": 4}, "window: .*at most 508 with 4 sinks"),
         (TINY, PC, {"window": 513}, "window: .*at most 512 with 0 sinks"),

@@ -102,6 +102,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "AXK1": {**LATENT, "mlp_layer_types": ["sparse", "dense", "sparse"]},
     "MiniCPM3": {**LATENT, "dim_model_base": 20},
     "NanoChat": {},
+    "HunYuanMoEV1": {
+        "head_dim": 8,
+        "intermediate_size": 24,
+        "num_experts": 6,
+        "moe_topk": 6,
+    },
     "HYV3": {
         "head_dim": 8,
         "num_experts": 6,
@@ -132,6 +138,7 @@ LEFT: dict[str, set[str]] = {
     "Glm4MoeLite": {"gate", "kv_b_proj"},
     "AXK1": {"gate", "kv_b_proj"},
     "MiniCPM3": {"kv_b_proj"},
+    "HunYuanMoEV1": {"wg"},
     "HYV3": {"gate"},  # router.gate
     "GptOss": {"router"},
     "GraniteMoeHybrid": {"layer"},  # router.layer

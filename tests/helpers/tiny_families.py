@@ -37,6 +37,7 @@ MORE: dict[str, dict[str, Any]] = {
     "Nemotron": {**WIDE, "mlp_bias": True},
     "Arcee": WIDE,
     "Jais2": WIDE,
+    "HunYuanDenseV1": HEAD,
     "SmolLM3": {**WIDE, "num_hidden_layers": 4},
     "SeedOss": {**HEAD, "residual_dropout": 0.0, "attention_dropout": 0.0},
 }
@@ -64,6 +65,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.7,
         "first_k_dense_replace": 1,
     },
+    "HunYuanMoEV1": {**HEAD, "num_experts": 6, "moe_topk": 2},
     "MiniMaxM2": {
         **HEAD,
         "num_local_experts": 6,

@@ -47,7 +47,7 @@ CONVOLUTIONS = ("conv.conv.weight", "conv1d.weight")
 def type_of(name: str, type: str, family: str) -> str:
     """Return the type of a matrix in a file, by its name in a checkpoint."""
     exact = (".gate.weight", "router.weight", "router.layer.weight", "wpe.weight", "norm.weight")
-    exact += ("router.proj.weight", "shared_expert_gate.weight", *CONVOLUTIONS)
+    exact += ("gate.wg.weight", "router.proj.weight", "shared_expert_gate.weight", *CONVOLUTIONS)
     if name.endswith(exact):
         return "F32"
     if name.endswith("per_layer_model_projection.weight") and type in SCHEMES:

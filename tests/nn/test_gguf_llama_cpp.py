@@ -72,6 +72,11 @@ CASES: dict[str, dict[str, Any]] = {  # family, and the case in it
     "Qwen3_5Moe": {**HEAD, **NETS, **SHARED},
     "Qwen3Next": {**HEAD, **NETS, **SHARED, "norm_topk_prob": True},
     "Jais2": WIDE,
+    "HunYuanDenseV1": HEAD,
+    "HunYuanMoEV1": {**HEAD, "num_experts": 6, "moe_topk": 2}
+    | {
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 1.0, "alpha": 50.0}
+    },
     "Dots1": {**HEAD, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     | {"n_shared_experts": 2, "routed_scaling_factor": 1.7, "first_k_dense_replace": 1}
     | {"num_key_value_heads": 4},  # as many as heads, which llama.cpp requires

@@ -310,6 +310,7 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
     "GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 4},
     "NemotronHForCausalLM": {"hybrid_override_pattern": "M*-E"},
     "Ernie4_5_MoeForCausalLM": {"moe_k": 2},
+    "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": small()["intermediate_size"]},
     "Gemma3TextModel": {"use_bidirectional_attention": True},
 }
 

@@ -99,6 +99,7 @@ ATTENDS = {"layer_types": ["attention"] * 4}
 MAMBA = {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8}
 WIDTH = "shared_intermediate_size"
 MIXER = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ALPHA = {"type": "dynamic", "alpha": -1.0}
 LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
     *(
@@ -168,6 +169,14 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
     (of("GraniteSWA", layer_rope_theta=[1e4]), "layer_rope_theta"),
     (of("GraniteSWA", layer_rope_theta=[0.5] * 4), "layer_rope_theta"),
     (of("GraniteMoeShared", num_local_experts=4, shared_intermediate_size=-1), WIDTH),
+    (of("HunYuanDenseV1", rope_scaling={"type": "dynamic", "alpha": 9.0}), "head_dim"),
+    (of("HunYuanDenseV1", head_dim=8, rope_scaling=ALPHA), "rope_scaling alpha"),
+    (of("HunYuanDenseV1", use_cla=True), "use_cla"),
+    (of("HunYuanMoEV1", moe_topk=2), "moe_topk"),
+    (of("HunYuanMoEV1", num_experts=[1, 2]), "num_experts"),
+    (of("HunYuanMoEV1", num_shared_expert=[1, 1, 1, 2]), "num_shared_expert"),
+    (of("HunYuanMoEV1", moe_intermediate_size=[9] * 4), "moe_intermediate_size"),
+    (of("HunYuanMoEV1", moe_layer_num_skipped=1), "moe_layer_num_skipped"),
     (of("SolarOpen", first_k_dense_replace=1), "first_k_dense_replace"),
     (of("SolarOpen", use_qk_norm=True), "use_qk_norm"),
     (of("GPTNeo", num_layers=2, num_heads=4, attention_layers=["global"]), "attention_layers"),

@@ -417,6 +417,7 @@ def as_streamed(config: EngineConfig, spec: ModelSpec, notes: Notes) -> ModelSpe
         (not spec.ropes, "has learned positions, which end"),
         (len(spec.rotations) > 1, "turns layers in several ways"),
         (any(rope.query_beta for rope in spec.ropes), "scales queries by their positions"),
+        (any(rope.then_normed for rope in spec.ropes), "normalises heads after turning them"),
         (bool(spec.query_scales), "scales queries by their positions"),
     ):
         if wrong:

@@ -23,6 +23,7 @@ from kvik.spec.declare import (
     Norm,
     PositionTable,
     Role,
+    Rotary,
 )
 from kvik.spec.layers import PredictorSpec
 from kvik.spec.model import ModelFacts
@@ -40,8 +41,8 @@ class GroupedQueryAttention:
         scope: of its names.
         qkv: names of the projections of queries, keys and values, or of one for all three.
         o: name of the output projection.
-        norms: names of the RMSNorm on each head of q and of k, before the rotation, "" for one
-            without a gain; (): none.
+        norms: names of the RMSNorm on each head of q and of k, "" for one without a gain; (): none.
+            They precede the rotation, unless `RopeSpec.then_normed`.
         offset: of the norms' gains.
         by_head, gated, full_rows: as in `LayerBuilder.heads`.
         sinks: each head has a learned score in the softmax without a key or value.
@@ -80,11 +81,15 @@ class GroupedQueryAttention:
         made = [norm(name) if name else inner.plain_norm(dim, spec.norm_eps) for name in norms]
         scale = facts.query_scale
         self.scale = None if scale is None else inner.query_scale(scale)
+        self.rotary: Rotary | None = None
+        pair = (made[0], made[1]) if made else None
+        if pair is not None and facts.rope is not None and facts.rope.then_normed:
+            self.rotary, self.norms, pair = inner.rotary(), pair, None
         self.attend = inner.attention(
             layer,
             dim,
             spec.scales.attention,
-            norms=(made[0], made[1]) if made else None,
+            norms=pair,
             softcap=spec.scales.attention_cap,
             sinks=heads if sinks else 0,
             rope=facts.rope,
@@ -101,6 +106,11 @@ class GroupedQueryAttention:
         q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
         if self.scale is not None:
             q = self.scale(q, ctx)
+        if self.rotary is not None:
+            assert rotation is not None
+            turned = self.rotary(q, k, rotation)
+            q, k = (norm(heads) for norm, heads in zip(self.norms, turned, strict=True))
+            rotation = None
         return self.o(self.attend(q, k, v, ctx, rotation), ctx, residual)
 
 

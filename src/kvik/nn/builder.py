@@ -68,6 +68,7 @@ from kvik.spec.declare import (
     LinearLayer,
     PositionTable,
     Role,
+    Rotary,
     TokenTable,
     usual_scope,
 )
@@ -685,6 +686,10 @@ class Builder(LayerBuilder):
     def rope(self, spec: RopeSpec, head_dim: int) -> Rope:
         self._ropes.append(Rope(self.ops, spec, head_dim, self.max_model_len, self.device))
         return self._ropes[-1]
+
+    def rotary(self) -> Rotary:
+        """Return the rotation of heads, for models whose attention does not begin with it."""
+        return self.ops.rotary
 
     def attention(
         self,

@@ -35,6 +35,7 @@ class RopeSpec:
     original_max_position: int = 0
     fraction: float = 1.0  # fraction of a head's channels that is rotated, the first ones
     interleaved: bool = False  # checkpoints store the pairs as neighbours, else in halves
+    then_normed: bool = False  # heads are normalised after the rotation, else before
     backward: bool = False  # rotated by minus the angle: the second halves take the first's places
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
