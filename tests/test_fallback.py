@@ -30,15 +30,15 @@ from kvik.worker.transformers_model import RequestCaches, TransformersModel, mod
 
 pytestmark = pytest.mark.usefixtures("forked")
 
-# Architectures that only transformers has: ALiBi; interleaved rotary pairs; a window in every other
-# layer; states and no keys.
+# Architectures that only transformers has: ALiBi; interleaved rotary pairs; a window in most
+# layers; states and no keys.
 FAMILIES: dict[str, dict[str, Any]] = {
     "Bloom": {"n_layer": 3, "n_head": 4, "hidden_size": 32},
     "CodeGen": {
         **{"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "n_ctx": 128},
         "rotary_dim": 4,
     },
-    "VaultGemma": {"num_hidden_layers": 4, "head_dim": 8, "sliding_window": 9},
+    "ModernBertDecoder": {"num_hidden_layers": 4, "local_attention": 18},
     "Mamba": {"hidden_size": 32, "num_hidden_layers": 3, "state_size": 8},
 }
 COMMON: dict[str, Any] = {
@@ -79,7 +79,7 @@ def caches_of(llm: LLM) -> RequestCaches:
     [
         "Bloom",
         "Mamba",
-        *(pytest.param(f, marks=pytest.mark.full) for f in ("CodeGen", "VaultGemma")),
+        *(pytest.param(f, marks=pytest.mark.full) for f in ("CodeGen", "ModernBertDecoder")),
     ],
 )
 def test_greedy_tokens_are_those_of_transformers(saved, family):
@@ -152,7 +152,7 @@ def test_texts_are_held_to_grammars_and_end_at_strings(tmp_path):
 
 @pytest.mark.full
 async def test_the_engine_may_be_another_process(saved):
-    folder, model = saved("VaultGemma")
+    folder, model = saved("ModernBertDecoder")
     async with AsyncLLM(str(folder), engine="process", max_num_seqs=4, **COMMON) as engine:
         found = await asyncio.gather(*(engine.generate(p, GREEDY).result() for p in PROMPTS))
     for ids, output in zip(PROMPTS, found, strict=True):

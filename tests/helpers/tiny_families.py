@@ -57,6 +57,15 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
         "first_k_dense_replace": 1,
     },
+    "ExaoneMoe": {
+        **HEAD,
+        **SOME,
+        "num_hidden_layers": 5,
+        "sliding_window": 9,
+        "num_experts": 6,
+        "num_shared_experts": 2,
+        "first_k_dense_replace": 1,
+    },
     "Dots1": {
         **HEAD,
         **SOME,

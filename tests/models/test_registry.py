@@ -81,6 +81,7 @@ def test_a_head_of_its_own_if_only_the_text_model_is_said_to_be_tied(tmp_path: P
     [
         ("Qwen2", "MiMoForCausalLM", "model.mtp_layers.0"),
         ("Ernie4_5_Moe", "Ernie4_5_MoeForCausalLM", "model.mtp_block.0"),
+        ("ExaoneMoe", "ExaoneMoeForCausalLM", "mtp.0"),
     ],
 )
 def test_layers_that_predict_further_tokens_are_ignored(

@@ -175,7 +175,8 @@ def test_experts_are_parts_of_one_tensor(tmp_path: Path, family: str) -> None:
     weights = load_file(tmp_path / "model.safetensors")
     wanted = [name for name in weights if ".experts." in name]
     path = export(tmp_path, "Q4_0")
-    layers, dense = 3, EXPERTS[family].get("first_k_dense_replace", 0)
+    options = EXPERTS[family]
+    layers, dense = options.get("num_hidden_layers", 3), options.get("first_k_dense_replace", 0)
     stacked = [one for one in GGUFReader(path).tensors if one.name.endswith("_exps.weight")]
     assert len(stacked) == 3 * (layers - dense) and all(len(one.shape) == 3 for one in stacked)
     checkpoint, stored = open_gguf(path), stored_quantization(read_gguf(path))

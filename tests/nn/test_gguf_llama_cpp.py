@@ -80,6 +80,8 @@ CASES: dict[str, dict[str, Any]] = {  # family, and the case in it
     "Dots1": {**HEAD, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     | {"n_shared_experts": 2, "routed_scaling_factor": 1.7, "first_k_dense_replace": 1}
     | {"num_key_value_heads": 4},  # as many as heads, which llama.cpp requires
+    "ExaoneMoe": {**HEAD, "num_hidden_layers": 5, "sliding_window": 9, "num_experts": 6}
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_shared_experts": 2},
     "Qwen2Moe": {**WIDE, **SHARED, "decoder_sparse_step": 1},
     # llama.cpp ranks groups by their best two; DeepSeek-V2 does not.
     "DeepseekV2": LATENT | {"rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},

@@ -175,12 +175,12 @@ def test_windows_of_qwen(changes: dict[str, Any], windows: tuple[int | None, ...
 @pytest.mark.parametrize("architecture", ["Cohere2ForCausalLM", "Exaone4ForCausalLM"])
 def test_windows_by_a_pattern(architecture: str) -> None:
     config = small_qwen(sliding_window=7) | {"architectures": [architecture]}
-    usual, three = (
+    usual, three, letters = (
         ModelSpec.from_config(config | changes).windows
-        for changes in ({}, {"sliding_window_pattern": 3})
+        for changes in ({}, {"sliding_window_pattern": 3}, {"sliding_window_pattern": "LLG"})
     )
     assert usual == tuple(map(as_window, (7, 7, 7, None)))
-    assert three == tuple(map(as_window, (7, 7, None, 7)))
+    assert three == letters == tuple(map(as_window, (7, 7, None, 7)))
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,8 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
     (of("HunYuanMoEV1", num_shared_expert=[1, 1, 1, 2]), "num_shared_expert"),
     (of("HunYuanMoEV1", moe_intermediate_size=[9] * 4), "moe_intermediate_size"),
     (of("HunYuanMoEV1", moe_layer_num_skipped=1), "moe_layer_num_skipped"),
+    (of("HyperCLOVAX", use_post_norm=1), "use_post_norm"),
+    (of("Exaone4", sliding_window=9, sliding_window_pattern="LLG" * 2), "sliding_window_pattern"),
     (of("SolarOpen", first_k_dense_replace=1), "first_k_dense_replace"),
     (of("SolarOpen", use_qk_norm=True), "use_qk_norm"),
     (of("GPTNeo", num_layers=2, num_heads=4, attention_layers=["global"]), "attention_layers"),

@@ -33,6 +33,7 @@ GEGLU = "gelu_tanh_and_mul"
 
 geglu = partial(feed_forward, activation=GEGLU)
 GemmaLayer = partial(PreNormLayer, feed=geglu, offset=1.0)
+VaultGemmaLayer = partial(GemmaLayer, norms=("input_layernorm", "pre_feedforward_layernorm"))
 Gemma2Layer = partial(SandwichLayer, feed=geglu, offset=1.0)
 Gemma3Layer = partial(
     Gemma2Layer, attention=partial(GroupedQueryAttention, norms=("q_norm", "k_norm"), offset=1.0)
@@ -160,6 +161,18 @@ GEMMA2 = replace(
     gguf_names=GGUF_NAMES,
     gguf_scales=("attn_logit_softcapping", "final_logit_softcapping"),
     gguf_implied=partial(implied_scale, large=46),
+)
+# VaultGemma (Google 2025, arXiv 2510.15001): without the norms after blocks.
+VAULTGEMMA = replace(
+    GEMMA2,
+    name="VaultGemmaForCausalLM",
+    model_type="vaultgemma",
+    models="VaultGemma",
+    make=partial(Decoder, make_layer=VaultGemmaLayer, make_norm=last_norm),
+    gguf=None,
+    gguf_names={},
+    gguf_scales=(),
+    gguf_implied=None,
 )
 GEMMA3 = replace(
     GEMMA2,

@@ -1,6 +1,6 @@
 """Granite 3 (IBM 2024): a Llama with scales of embedding, attention, residuals and logits; the
-smaller ones have routed experts. Granite Swash, with windows and learned sinks. And Granite 4 (IBM
-2025), in which most layers may be Mamba-2."""
+smaller ones have routed experts. HyperCLOVA X, with the same scales. Granite Swash, with windows
+and learned sinks. And Granite 4 (IBM 2025), in which most layers may be Mamba-2."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from kvik.models.decoder import (
     AttentionBlock,
     Decoder,
     GroupedQueryAttention,
+    Layer,
     MakeAttention,
     MakeFeedForward,
     NormedLayer,
+    SandwichLayer,
     feed_forward,
 )
 from kvik.spec.declare import (
@@ -29,6 +31,7 @@ from kvik.spec.declare import (
     ForwardContext,
     LayerBuilder,
     gguf_experts,
+    gguf_shared_width,
     separate_wiring,
 )
 from kvik.spec.experts import MAX_EXPERTS, ExpertsSpec, normalised_router, read_experts
@@ -156,6 +159,53 @@ GRANITE_MOE = replace(
     gguf_parts=file_parts,
     gguf_implied=lambda fields: {SEPARATE: True},
 )
+NORMS_AFTER = "norms after blocks"  # wiring of HyperCLOVA X
+
+
+class HyperClovaLayer(NormedLayer):
+    """Attention, then MLP; each reads the normalised residual stream, and its output is normalised,
+    scaled and added to the stream."""
+
+    usual_norms = ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
+    before = SandwichLayer.before
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+        super().__init__(spec, builder, layer)
+        self.add = builder.scaled_sum(spec.scales.residual)
+
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
+        """Take the residual stream x [tokens, hidden] one layer further."""
+        attention_norm, attended_norm, mlp_norm, fed_norm = self.norms
+        attended = self.attention(attention_norm(x), None, rotation, ctx)
+        x = self.add(attended_norm(attended), x)
+        return self.add(fed_norm(self.mlp(mlp_norm(x), ctx)), x)
+
+
+def hyperclova_layer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> Layer:
+    make = HyperClovaLayer if spec.wiring == NORMS_AFTER else GraniteLayer
+    return make(spec, builder, layer)
+
+
+def hyperclova_scales(fields: Fields) -> ModelScales:
+    """Logits are multiplied, and scores are scaled as usual unless a file says how."""
+    scales, usual = granite_scales(fields), "attention_multiplier" not in fields
+    return replace(
+        scales, attention=None if usual else scales.attention, logits=1.0 / scales.logits
+    )
+
+
+# HyperCLOVA X SEED Think (NAVER 2025).
+HYPERCLOVAX = replace(
+    GRANITE,
+    name="HyperCLOVAXForCausalLM",
+    model_type="hyperclovax",
+    models="HyperCLOVA X",
+    make=partial(Decoder, make_layer=hyperclova_layer),
+    wiring=lambda fields: NORMS_AFTER if fields.boolean("use_post_norm", True) else "",
+    scales=hyperclova_scales,
+    gguf=None,
+    gguf_scales=(),
+)
 SHARED = "shared_intermediate_size"
 
 
@@ -191,12 +241,6 @@ def granite_shared_parts(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
     return file_parts(spec) | (shared_parts(NAMES.shared, width) if width else {})
 
 
-def granite_shared_extra(spec: ModelFacts) -> dict[str, float | Sequence[int]]:
-    """Return the width of the MLP for all tokens, which llama.cpp needs."""
-    width = max(layer.experts.shared for layer in spec.layers if layer.experts)
-    return {"expert_shared_feed_forward_length": width}
-
-
 # In some Granite 3.2 models, layers have an MLP for all tokens beside the experts.
 GRANITE_MOE_SHARED = replace(
     GRANITE_MOE,
@@ -207,7 +251,7 @@ GRANITE_MOE_SHARED = replace(
     keys={"shared_expert_intermediate_size": SHARED},
     gguf_marker=("expert_shared_feed_forward_length", 1, ""),
     gguf_parts=granite_shared_parts,
-    gguf_extra=granite_shared_extra,
+    gguf_extra=gguf_shared_width,
 )
 
 

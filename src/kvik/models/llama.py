@@ -15,6 +15,7 @@ from kvik.spec.layers import (
     PredictorSpec,
     layer_types,
     optional_rotary_layers,
+    rotary_layers,
     switched_layers,
     windowed_layers,
 )
@@ -196,6 +197,29 @@ SMOLLM3 = Architecture(
     eos_token_ids=(128001,),
     gguf="smollm3",
     gguf_pairs=True,
+)
+# Helium (Kyutai 2025): pairs of neighbours are rotated.
+HELIUM = Architecture(
+    "HeliumForCausalLM",
+    "helium",
+    "Helium",
+    Decoder,
+    layers=partial(rotary_layers, interleaved=True),
+    qkv_bias="attention_bias",
+    mlp_bias="mlp_bias",
+    head_dim=128,
+    eos_token_ids=(2,),
+    defaults={
+        "vocab_size": 48_000,
+        "hidden_size": 2560,
+        "intermediate_size": 7040,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 20,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-8,
+        "rope_theta": 1e5,
+    },
 )
 # Seed-OSS (ByteDance 2025).
 SEED_OSS = Architecture(

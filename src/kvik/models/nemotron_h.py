@@ -18,6 +18,7 @@ from kvik.spec.declare import (
     ForwardContext,
     LayerBuilder,
     gguf_experts,
+    gguf_shared_width,
 )
 from kvik.spec.experts import ExpertsSpec, corrected_router, read_experts
 from kvik.spec.fields import MAX_WIDTH, Fields
@@ -131,10 +132,8 @@ def nemotron_h_experts(fields: Fields, layers: int) -> tuple[ExpertsSpec | None,
 
 def shared_metadata(spec: ModelFacts) -> dict[str, float | Sequence[int]]:
     """Return the metadata of the MLP for all tokens beside the experts, whose width is free."""
-    widths = [layer.experts.shared for layer in spec.layers if layer.experts]
-    if not widths:
-        return {}
-    return {"expert_shared_feed_forward_length": widths[0], "expert_shared_count": 1}
+    width = gguf_shared_width(spec)
+    return width and {**width, "expert_shared_count": 1}
 
 
 NEMOTRON_H = Architecture(

@@ -1,5 +1,5 @@
 """OLMo 2 (OLMo team 2024, arXiv 2501.00656): a Llama that normalises the outputs of its blocks; and
-OLMo 3 and EXAONE 4, which do so too.
+OLMo 3, FlexOlmo and EXAONE 4, which do so too; OLMoE and K-EXAONE, which do not.
 
 Section 3.1: RMSNorm comes after attention and MLP, not before, and queries and keys are normalised
 over all heads together before the rotation.
@@ -12,10 +12,24 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.decoder import Decoder, GroupedQueryAttention, PostNormLayer, PreNormLayer
+from kvik.models.decoder import (
+    Decoder,
+    GroupedQueryAttention,
+    PostNormLayer,
+    PreNormLayer,
+    feed_forward,
+    without_predictors,
+)
 from kvik.models.qwen3 import Qwen3Attention
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
-from kvik.spec.experts import read_experts, softmax_router
+from kvik.spec.declare import (
+    Architecture,
+    ExpertNames,
+    ForwardContext,
+    LayerBuilder,
+    gguf_experts,
+    gguf_shared_width,
+)
+from kvik.spec.experts import corrected_router, read_experts, softmax_router
 from kvik.spec.fields import Fields
 from kvik.spec.layers import (
     SLIDING,
@@ -110,6 +124,50 @@ EXAONE4 = Architecture(
 )
 
 
+EXAONE_NAMES = ExpertNames(correction="e_score_correction_bias")
+
+
+def exaone_moe(spec: ModelFacts, builder: LayerBuilder) -> Decoder:
+    """Return the model; multi-token-prediction layers are not read."""
+    builder.skip("mtp")
+    feed = partial(feed_forward, names=EXAONE_NAMES)
+    make_layer = partial(PreNormLayer, attention=Qwen3Attention, feed=feed)
+    return without_predictors(spec, builder, make_layer)
+
+
+# K-EXAONE (LG AI Research 2026): norms before blocks, and the experts of DeepSeek-V3.
+EXAONE_MOE = replace(
+    EXAONE4,
+    name="ExaoneMoeForCausalLM",
+    model_type="exaone_moe",
+    models="K-EXAONE",
+    make=exaone_moe,
+    experts=partial(
+        read_experts, router=corrected_router, shared="num_shared_experts", first_dense=1
+    ),
+    keys={"n_shared_experts": "num_shared_experts"},
+    eos_token_ids=(53,),
+    defaults={
+        "vocab_size": 102_400,
+        "hidden_size": 4096,
+        "intermediate_size": 16_384,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "moe_intermediate_size": 1024,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "num_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+    },
+    gguf="exaone-moe",
+    gguf_names=gguf_experts("mlp", EXAONE_NAMES),
+    gguf_extra=gguf_shared_width,
+)
+
+
 def olmoe_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
     """Every layer sees all keys; clipping of q, k and v is not supported."""
     if "clip_qkv" in fields:
@@ -117,6 +175,28 @@ def olmoe_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec
     return rotary_layers(fields, layers, positions)
 
 
+# FlexOlmo (Shi et al. 2025, arXiv 2507.07024): an OLMo 2 with routed experts.
+FLEX_OLMO = replace(
+    OLMO2,
+    name="FlexOlmoForCausalLM",
+    model_type="flex_olmo",
+    models="FlexOlmo",
+    experts=partial(read_experts, inner="intermediate_size", router=softmax_router),
+    eos_token_ids=(100_257,),
+    defaults={
+        "vocab_size": 100_352,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 4096,
+        "rope_theta": 5e5,
+        "num_experts": 7,
+        "num_experts_per_tok": 5,
+    },
+    gguf=None,
+    gguf_names={},
+)
 # OLMoE (Muennighoff et al. 2024, arXiv 2409.02060): norms before blocks, and routed experts.
 OLMOE = Architecture(
     "OlmoeForCausalLM",

@@ -446,6 +446,12 @@ def gguf_experts(scope: str, names: ExpertNames = EXPERT_NAMES) -> dict[str, str
     }
 
 
+def gguf_shared_width(spec: ModelFacts) -> dict[str, float | Sequence[int]]:
+    """Return `Architecture.gguf_extra` for a shared expert, whose width llama.cpp needs."""
+    width = max((layer.experts.shared for layer in spec.layers if layer.experts), default=0)
+    return {"expert_shared_feed_forward_length": width} if width else {}
+
+
 NO_TYPES = ("", 1)  # of `LayerBuilder.embedding`
 
 

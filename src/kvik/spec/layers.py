@@ -224,8 +224,14 @@ def mixed_layers(
     window = read_window(fields)
     if window is None:  # EXAONE 4 without windows has rotary positions in every layer
         return (LayerSpec(None, rope),) * layers
-    if isinstance(fields.raw("sliding_window_pattern"), int):  # in configs without `layer_types`
-        every = fields.integer("sliding_window_pattern", 1, MAX_POSITIONS)
+    key = "sliding_window_pattern"  # in configs without `layer_types`
+    pattern = fields.raw(key)
+    if isinstance(pattern, int):
+        every = fields.integer(key, 1, MAX_POSITIONS)
+    elif isinstance(pattern, str) and "layer_types" not in fields:  # LLLG in EXAONE
+        every = len(pattern)
+        if pattern != (every - 1) * "L" + "G":
+            raise fields.error(key, f"must be one G after any number of L, not {shown(pattern)}")
     types = layer_types(fields, layers, every)
     full = LayerSpec(None, rope if full_rotary else None)
     return tuple(full if kind == FULL else LayerSpec(window, rope) for kind in types)
