@@ -108,9 +108,8 @@ class GroupedQueryAttention:
             q = self.scale(q, ctx)
         if self.rotary is not None:
             assert rotation is not None
-            turned = self.rotary(q, k, rotation)
-            q, k = (norm(heads) for norm, heads in zip(self.norms, turned, strict=True))
-            rotation = None
+            q, k = self.rotary(q, k, rotation)
+            q, k, rotation = self.norms[0](q), self.norms[1](k), None
         return self.o(self.attend(q, k, v, ctx, rotation), ctx, residual)
 
 
