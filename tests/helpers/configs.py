@@ -225,6 +225,26 @@ PUBLIC: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
         rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]},
     ),
+    "MiniCPM3-4B": config(
+        "MiniCPM3ForCausalLM",
+        vocab=73448, hidden=2560, inner=6400, layers=62, heads=40, kv_heads=40, positions=32768,
+    ),
+    "A.X-K1": config(
+        "AXK1ForCausalLM",
+        vocab=163840, hidden=7168, inner=18432, layers=61, heads=64, kv_heads=64, positions=131072,
+    ),
+    "Hunyuan-A13B": config(
+        "HunYuanMoEV1ForCausalLM",
+        vocab=128167, hidden=4096, inner=3072, layers=32, heads=32, kv_heads=8, head_dim=128,
+        positions=32768, num_experts=64, moe_topk=[8] * 32, moe_intermediate_size=[3072] * 32,
+        num_shared_expert=[1] * 32, tie_word_embeddings=True,
+        rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
+    ),
+    "Jais-2-8B": config(
+        "Jais2ForCausalLM",
+        vocab=150272, hidden=3328, inner=26624, layers=32, heads=26, kv_heads=26, positions=8192,
+        hidden_act="relu2",
+    ),
     "GPT-Neo-125M": {
         "architectures": ["GPTNeoForCausalLM"],
         "vocab_size": 50257,

@@ -501,7 +501,9 @@ CASES = {
         norm_topk_prob=False,
         first_k_dense_replace=0,
     ),
-    "dots1": case("Dots1", ROUTED, n_shared_experts=1, first_k_dense_replace=1),
+    "dots1": case(
+        "Dots1", ROUTED, n_shared_experts=1, first_k_dense_replace=1, scoring_func="noaux_tc"
+    ),
     "dots1-groups-window": case(
         "Dots1",
         ROUTED,

@@ -45,7 +45,11 @@ from kvik.spec.visible_keys import Window
         ("StableLM-2-12B", 12_143_185_920),
         ("OPT-350M", 331_196_416),
         ("Phi-3.5-MoE", 41_873_153_344),
-        # The next five as counted by transformers in models of these sizes.
+        # The next ones as counted by transformers in models of these sizes.
+        ("MiniCPM3-4B", 4_073_875_968),
+        ("A.X-K1", 518_983_063_808),
+        ("Hunyuan-A13B", 80_393_183_232),
+        ("Jais-2-8B", 8_090_401_280),
         ("Qwen3-Next-80B-A3B", 79_674_391_296),
         ("Qwen3.6-35B-A3B", 34_660_610_688),
         ("MiniMax-M2", 228_689_764_864),

@@ -8,7 +8,7 @@ from functools import partial
 
 from kvik.models.decoder import Decoder, GroupedQueryAttention, PreNormLayer, feed_forward
 from kvik.spec.declare import Architecture, ExpertNames, LayerBuilder, gguf_experts
-from kvik.spec.experts import corrected_router, read_experts, softmax_router
+from kvik.spec.experts import ExpertsSpec, corrected_router, read_experts, softmax_router
 from kvik.spec.fields import Fields
 from kvik.spec.layers import (
     FULL,
@@ -61,13 +61,22 @@ QWEN3_MOE = replace(
     gguf="qwen3moe",
     gguf_implied=lambda fields: {"norm_topk_prob": True},
 )
+
+
+def dots1_experts(fields: Fields, layers: int) -> tuple[ExpertsSpec | None, ...]:
+    """As in DeepSeek-V3. Published files have the method of the choice as `scoring_func`."""
+    if fields.raw("scoring_func") == "noaux_tc":
+        fields = fields.changed({"scoring_func": None})
+    return read_experts(fields, layers, router=corrected_router, shared="n_shared_experts")
+
+
 # dots.llm1 (Huo et al. 2025, arXiv 2506.05767): with the experts of DeepSeek-V3.
 DOTS1 = replace(
     QWEN3,
     name="Dots1ForCausalLM",
     model_type="dots1",
     models="dots.llm1",
-    experts=partial(read_experts, router=corrected_router, shared="n_shared_experts"),
+    experts=dots1_experts,
     head_dim=None,
     defaults={
         "num_key_value_heads": 32,
