@@ -40,6 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 5},
     "Qwen2": {"tie_word_embeddings": True},
     "Qwen3": {"head_dim": 8},
+    "Olmo": {},
     "Olmo2": {},
     "Phi3": {},
     "Glm4": {"head_dim": 8},
@@ -85,6 +86,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Nemotron": {},
     "Arcee": {},
     "Granite": {"residual_multiplier": 0.3, "embedding_multiplier": 2.0},
+    "HyperCLOVAX": {"residual_multiplier": 0.3, "embedding_multiplier": 2.0},
+    "Cohere2Moe": {
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 4,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
     "GPTNeoX": {"num_key_value_heads": 4},
     "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "Starcoder2": {},
@@ -141,6 +150,7 @@ LEFT: dict[str, set[str]] = {
     "HunYuanMoEV1": {"wg"},
     "HYV3": {"gate"},  # router.gate
     "GptOss": {"router"},
+    "Cohere2Moe": {"gate"},
     "GraniteMoeHybrid": {"layer"},  # router.layer
     "NemotronH": {"gate"},
     "Lfm3": {"gate_proj"},

@@ -20,6 +20,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 96}
 MORE: dict[str, dict[str, Any]] = {
     "Gemma": HEAD,
     "Gemma3": {**HEAD, "num_hidden_layers": 7, "sliding_window": 9, "query_pre_attn_scalar": 16},
+    "Olmo": WIDE,
     "Phi3": {**WIDE, "sliding_window": 7},
     "Phi": WIDE,
     "Starcoder2": {**WIDE, "sliding_window": None},

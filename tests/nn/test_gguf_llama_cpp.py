@@ -97,6 +97,7 @@ CASES: dict[str, dict[str, Any]] = {  # family, and the case in it
     | {"hidden_size_per_layer_input": 0, "enable_moe_block": True, "top_k_experts": 2}
     | {"num_experts": 4, "moe_intermediate_size": 32, "final_logit_softcapping": 3.0}
     | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "Olmo": WIDE,
     "Olmo3": {**WIDE, "num_hidden_layers": 4, "sliding_window": 9},
     "GraniteMoe": {**WIDE, "num_local_experts": 4, "num_experts_per_tok": 2},
     "GraniteMoeShared": {**WIDE, "num_local_experts": 4, "num_experts_per_tok": 2}

@@ -72,7 +72,7 @@ STACKED = {"GptOss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_to
 # Models whose second block is of another kind than the first.
 SECOND = (
     *("Gemma4", "DeepseekV2", "DeepseekV3", "Lfm2", "Qwen3_5", "Qwen3Next", "GraniteMoeHybrid"),
-    "NemotronH",
+    *("NemotronH", "Cohere2Moe"),
 )
 
 
@@ -104,7 +104,9 @@ def test_outputs_do_not_change(tmp_path: Path, family: str, index: int) -> None:
         "Arcee": (3,),
         "GPTNeoX": (3,),
         "Falcon": (3,),
+        "Olmo": (2,),
         "Olmo2": (2,),
+        "Cohere2Moe": (2, 1 + 4 + 1),
         "Cohere2": (2,),
         "GptOss": (2 + 1 + 4,),
         "Gemma4": (3 + 2 * 4,) * 3,

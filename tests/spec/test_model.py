@@ -312,6 +312,7 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
     "GPTJForCausalLM": PUBLIC["gpt2"],
     "GPTNeoForCausalLM": {"num_layers": 2, "num_heads": 4, "attention_layers": ["global"] * 2},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 4},
+    "BambaForCausalLM": {"attn_layer_indices": [1], "mamba_n_heads": 8},
     "NemotronHForCausalLM": {"hybrid_override_pattern": "M*-E"},
     "Ernie4_5_MoeForCausalLM": {"moe_k": 2},
     "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": small()["intermediate_size"]},

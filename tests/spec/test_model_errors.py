@@ -97,6 +97,7 @@ def of(architecture: str, **changes: Any) -> dict[str, Any]:
 
 ATTENDS = {"layer_types": ["attention"] * 4}
 MAMBA = {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8}
+STRATEGY = "shared_expert_combination_strategy"
 WIDTH = "shared_intermediate_size"
 MIXER = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ALPHA = {"type": "dynamic", "alpha": -1.0}
@@ -120,6 +121,14 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
     (of("GraniteMoeHybrid", **MAMBA, mamba_n_groups=3), "mamba_n_groups"),
     (of("GraniteMoeHybrid", **MAMBA, mamba_d_head=3), "mamba_d_head"),
     (of("GraniteMoeHybrid", **MAMBA, mamba_proj_bias=True), "mamba_proj_bias"),
+    (of("GraniteMoeHybrid", **MAMBA, time_step_limit=[0.0, 0.1]), "time_step_limit"),
+    (of("Bamba", mamba_n_heads=8), "attn_layer_indices"),
+    (of("Bamba", mamba_n_heads=8, attn_layer_indices=[4]), "attn_layer_indices"),
+    (of("Bamba", partial_rotary_factor=1.0), "partial_rotary_factor"),
+    (of("Olmo", clip_qkv=8.0), "clip_qkv"),
+    (of("Cohere2Moe", shared_expert_combination_strategy="max"), STRATEGY),
+    (of("Cohere2Moe", expert_selection_fn="tanh"), "expert_selection_fn"),
+    (of("Cohere2Moe", rms_norm_eps=-1.0), "rms_norm_eps"),
     (of("Lfm3", layer_types=["conv"] * 4), "layer_types"),
     (of("Lfm3", layer_types=["conv", "chunked_attention", "conv", "conv"]), "layer_types"),
     (of("Lfm3", use_attention_gate=False), "use_attention_gate"),

@@ -1,5 +1,6 @@
 """Command R, R+ and R7B (Cohere 2024): attention and MLP in parallel, LayerNorm without biases.
-Pairs of neighbours are rotated, and logits are scaled. In R+, q and k heads are normalised."""
+Pairs of neighbours are rotated, and logits are scaled. In R+, q and k heads are normalised. Command
+A+ (2026) has routed experts."""
 
 from __future__ import annotations
 
@@ -7,11 +8,27 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.decoder import Decoder, GroupedQueryAttention, Layer, ParallelLayer
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, Norm
-from kvik.spec.fields import Fields
-from kvik.spec.layers import mixed_layers, rotary_layers
+from kvik.models.decoder import (
+    Decoder,
+    GroupedQueryAttention,
+    Layer,
+    ParallelLayer,
+    feed_forward,
+)
+from kvik.spec.declare import Architecture, FeedForward, ForwardContext, LayerBuilder, Norm
+from kvik.spec.experts import Router, read_experts, sparse_layers
+from kvik.spec.fields import MAX_WIDTH, Fields
+from kvik.spec.layers import (
+    FULL,
+    SLIDING,
+    LayerSpec,
+    mixed_layers,
+    read_window,
+    rotary_layers,
+    typed_windows,
+)
 from kvik.spec.model import ModelFacts, ModelScales
+from kvik.spec.rope import MAX_POSITIONS, read_rope
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,6 +78,8 @@ def cohere_scales(fields: Fields) -> ModelScales:
 
 def last_norm(spec: ModelFacts, builder: LayerBuilder) -> Norm:
     """Return the norm after the last layer, whose gain includes the scale of the logits."""
+    if spec.rms_norm:
+        return builder.rms_norm("norm", spec.hidden_size, spec.norm_eps, scale=spec.scales.logits)
     return builder.layer_norm(
         "norm", spec.hidden_size, spec.norm_eps, bias=False, scale=spec.scales.logits
     )
@@ -94,4 +113,96 @@ COHERE2 = replace(
     qk_norm=False,
     defaults={},
     gguf="cohere2",
+)
+
+
+AVERAGED = "average"  # wiring with the mean of routed experts and shared expert, else their sum
+
+
+class AveragedExperts:
+    """The mean of routed experts and the shared expert."""
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+        self.experts = feed_forward(spec, builder, layer)
+        self.add = builder.scaled_sum(0.5)
+
+    def __call__(
+        self, x: Tensor, ctx: ForwardContext | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """x, residual [tokens, hidden] -> [tokens, hidden]."""
+        assert residual is not None
+        return self.add(self.experts(x, ctx), residual)
+
+
+def cohere2_moe_feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward:
+    experts = spec.layers[layer].experts
+    averaged = experts is not None and experts.shared and spec.wiring == AVERAGED
+    return (AveragedExperts if averaged else feed_forward)(spec, builder, layer)
+
+
+def cohere2_moe_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Layers without experts, which come first, have windows by their own pattern. If that makes
+    none of them slide, they have positions although they have no window."""
+    rope, window = read_rope(fields, positions, interleaved=True), read_window(fields)
+    first = fields.integer("first_k_dense_replace", 0, layers, 0)
+    dense_every = fields.integer("prefix_dense_sliding_window_pattern", 1, MAX_POSITIONS, 1)
+    every = fields.integer("sliding_window_pattern", 1, MAX_POSITIONS, 4)
+    places = *((i, dense_every) for i in range(first)), *((i, every) for i in range(layers - first))
+    types = [SLIDING if (i + 1) % step else FULL for i, step in places]
+    typed = fields.changed({"layer_types": fields.raw("layer_types") or types})
+    windows, sparse = typed_windows(typed, layers, window), sparse_layers(fields, layers)
+    key, usual = "prefix_dense_intermediate_size", fields.integer("intermediate_size", 1, MAX_WIDTH)
+    inner = fields.integer(key, 1, MAX_WIDTH, usual)
+    return tuple(
+        LayerSpec(
+            layer_window,
+            rope if layer_window or (dense_every == 1 and not has_experts) else None,
+            inner=None if has_experts else inner,
+        )
+        for layer_window, has_experts in zip(windows, sparse, strict=True)
+    )
+
+
+def cohere2_moe_router(fields: Fields, experts: int, active: int) -> Router:
+    """Softmax over the chosen experts alone, or sigmoid."""
+    if fields.choice("expert_selection_fn", ("softmax", "sigmoid"), "softmax") == "softmax":
+        return Router(experts, active)
+    return Router(experts, active, "sigmoid", normalised=fields.boolean("norm_topk_prob", True))
+
+
+COHERE2_MOE = replace(
+    COHERE2,
+    name="Cohere2MoeForCausalLM",
+    model_type="cohere2_moe",
+    models="Command A+",
+    make=partial(
+        Decoder,
+        make_layer=partial(ParallelLayer, feed=cohere2_moe_feed, norm_bias=False),
+        make_norm=last_norm,
+    ),
+    layers=cohere2_moe_layers,
+    experts=partial(
+        read_experts,
+        inner="intermediate_size",
+        router=cohere2_moe_router,
+        shared="num_shared_experts",
+    ),
+    wiring=lambda fields: fields.choice(
+        "shared_expert_combination_strategy", (AVERAGED, "sum"), AVERAGED
+    ),
+    rms_norm="rms_norm_eps",
+    head_dim=128,
+    keys={**COHERE2.keys, "n_shared_experts": "num_shared_experts"},
+    defaults={
+        "vocab_size": 256_000,
+        "hidden_size": 8192,
+        "intermediate_size": 22_528,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 64,
+        "max_position_embeddings": 8192,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    gguf=None,
+    gguf_scales=(),
 )

@@ -200,6 +200,11 @@ def layer_norms(
     return partial(make, dim=spec.hidden_size, eps=spec.norm_eps, offset=offset)
 
 
+def plain_norm(spec: ModelFacts, builder: LayerBuilder) -> Norm:
+    """Return a norm of the model's kind over the residual stream, without a gain."""
+    return builder.plain_norm(spec.hidden_size, spec.norm_eps, centred=not spec.rms_norm)
+
+
 class NormedLayer:
     """Attention, an MLP or experts, and norms; subclasses combine them.
 
@@ -230,7 +235,7 @@ class NormedLayer:
         self.norms = [
             make(name, before=up if role == "gate_up" else role)
             if name
-            else builder.plain_norm(spec.hidden_size, spec.norm_eps)
+            else plain_norm(spec, builder)
             for name, role in zip(names, readers, strict=True)
         ]
         self.attention = attention(spec, builder, layer)

@@ -9,9 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models import mamba2
+from kvik.models import bamba, mamba2
 from kvik.models.decoder import (
-    AttentionBlock,
     Decoder,
     GroupedQueryAttention,
     Layer,
@@ -333,22 +332,7 @@ GRANITE_MOE_SWA = replace(
 )
 
 
-KEYS = {
-    mamba2.HEADS: "mamba_n_heads",
-    mamba2.HEAD_DIM: "mamba_d_head",
-    mamba2.GROUPS: "mamba_n_groups",
-    mamba2.SIZE: "mamba_d_state",
-    mamba2.TAPS: "mamba_d_conv",
-    "shared_expert_intermediate_size": SHARED,
-}
-
-
-def granite4_mixer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> AttentionBlock:
-    """Return the Mamba-2 mixer or the attention of a layer."""
-    state = spec.layers[layer].state
-    if state is not None:
-        return mamba2.Mamba2(spec, builder.at("mamba"), layer, state)
-    return GroupedQueryAttention(spec, builder, layer)
+KEYS = {**bamba.KEYS, "shared_expert_intermediate_size": SHARED}
 
 
 def granite4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
@@ -359,9 +343,8 @@ def granite4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerS
     types = layer_types(fields, layers, other=LINEAR)
     if LINEAR not in types:
         return (attends,) * layers
-    inner = fields.integer("hidden_size", 1, MAX_WIDTH) * fields.integer("mamba_expand", 1, 64, 2)
-    state = mamba2.mamba2_state(fields, KEYS, "mamba_conv_bias", inner)
-    return layers_with_states(fields, attends, LINEAR, LayerSpec(state=state), types)
+    keeps = LayerSpec(state=bamba.mixer_state(fields))
+    return layers_with_states(fields, attends, LINEAR, keeps, types)
 
 
 def experts_and_shared(fields: Fields, layers: int) -> tuple[ExpertsSpec | None, ...]:
@@ -401,11 +384,11 @@ GRANITE4 = replace(
     models="Granite 4",
     make=partial(
         Decoder,
-        make_layer=partial(GraniteLayer, attention=granite4_mixer, feed=shared_feed),
+        make_layer=partial(GraniteLayer, attention=bamba.mixer, feed=shared_feed),
     ),
     layers=granite4_layers,
-    fixed={"mamba_proj_bias": False},
-    defaults={**GRANITE_MOE.defaults, "mamba_n_groups": 1, "mamba_d_state": 256},
+    fixed=bamba.FIXED,
+    defaults={**GRANITE_MOE.defaults, **bamba.DEFAULTS},
     experts=experts_and_shared,
     optional_experts=True,
     inner=shared_width,

@@ -84,7 +84,12 @@ class ModelSpec(ModelFacts):
             pairs = zip(rules, arch.experts(fields, layers), strict=True)
             rules = tuple(replace(layer, experts=experts) for layer, experts in pairs)
         latent = rules[0].latent
-        eps = fields.number(key["rms_norm_eps"], 0.0, 1.0, 1e-6 if arch.rms_norm else 1e-5)
+        eps_key = key["rms_norm_eps"]
+        if isinstance(arch.rms_norm, bool):
+            rms_norm = arch.rms_norm
+        elif rms_norm := arch.rms_norm in fields:
+            eps_key = arch.rms_norm
+        eps = fields.number(eps_key, 0.0, 1.0, 1e-6 if rms_norm else 1e-5)
         spec = cls(
             architecture=name,
             vocab_size=vocab,
@@ -119,7 +124,7 @@ class ModelSpec(ModelFacts):
             ),
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=eos,
-            rms_norm=arch.rms_norm,
+            rms_norm=rms_norm,
             gated_mlp=arch.gated_mlp,
             scales=ModelScales() if arch.scales is None else arch.scales(fields),
             wiring="" if arch.wiring is None else arch.wiring(fields),

@@ -8,7 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.decoder import Decoder, GroupedQueryAttention, PreNormLayer, plain_mlp
+from kvik.models.decoder import (
+    Decoder,
+    GroupedQueryAttention,
+    PreNormLayer,
+    plain_mlp,
+    plain_norm,
+)
 from kvik.models.gemma import softcap
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, Norm
 from kvik.spec.fields import Fields
@@ -81,10 +87,6 @@ ARCEE = Architecture(
     gguf="arcee",
     gguf_pairs=True,
 )
-
-
-def plain_norm(spec: ModelFacts, builder: LayerBuilder) -> Norm:
-    return builder.plain_norm(spec.hidden_size, spec.norm_eps)
 
 
 # Heads of q and k are normalised before the rotation, which does not change their length.

@@ -2,7 +2,7 @@
 OLMo 3, FlexOlmo and EXAONE 4, which do so too; OLMoE and K-EXAONE, which do not.
 
 Section 3.1: RMSNorm comes after attention and MLP, not before, and queries and keys are normalised
-over all heads together before the rotation.
+over all heads together before the rotation. And the first OLMo.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from kvik.models.decoder import (
     PostNormLayer,
     PreNormLayer,
     feed_forward,
+    plain_norm,
     without_predictors,
 )
 from kvik.models.qwen3 import Qwen3Attention
@@ -168,7 +169,7 @@ EXAONE_MOE = replace(
 )
 
 
-def olmoe_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+def unclipped_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
     """Every layer sees all keys; clipping of q, k and v is not supported."""
     if "clip_qkv" in fields:
         raise fields.error("clip_qkv", "must be null")
@@ -197,13 +198,36 @@ FLEX_OLMO = replace(
     gguf=None,
     gguf_names={},
 )
+# OLMo (Groeneveld et al. 2024, arXiv 2402.00838): LayerNorm without gains and biases.
+OLMO = Architecture(
+    "OlmoForCausalLM",
+    "olmo",
+    "OLMo",
+    partial(Decoder, make_layer=partial(PreNormLayer, norms=("", "")), make_norm=plain_norm),
+    layers=unclipped_layers,
+    rms_norm=False,
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    eos_token_ids=(50279,),
+    defaults={
+        "vocab_size": 50_304,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+    gguf="olmo",
+    gguf_pairs=True,
+    gguf_scales=("clip_qkv",),
+)
 # OLMoE (Muennighoff et al. 2024, arXiv 2409.02060): norms before blocks, and routed experts.
 OLMOE = Architecture(
     "OlmoeForCausalLM",
     "olmoe",
     "OLMoE",
     partial(Decoder, make_layer=partial(PreNormLayer, attention=Olmo2Attention)),
-    layers=olmoe_layers,
+    layers=unclipped_layers,
     experts=partial(read_experts, inner="intermediate_size", router=softmax_router),
     qkv_bias="attention_bias",
     o_bias="attention_bias",

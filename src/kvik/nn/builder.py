@@ -626,9 +626,12 @@ class Builder(LayerBuilder):
         gain = self._gain(full, dim, scale, offset, places, exact=True)
         return RMSNorm(self.ops, gain if groups == 1 else gain.view(groups, -1), eps)
 
-    def plain_norm(self, dim: int, eps: float) -> RMSNorm:
-        """Return an RMSNorm without a gain."""
-        return RMSNorm(self.ops, torch.ones(dim, dtype=self.dtype, device=self.device), eps)
+    def plain_norm(self, dim: int, eps: float, *, centred: bool = False) -> RMSNorm | LayerNorm:
+        """Return an RMSNorm, or a LayerNorm if it is centred, without a gain."""
+        gain = torch.ones(dim, dtype=self.dtype, device=self.device)
+        if centred:
+            return LayerNorm(self.ops, gain, torch.zeros_like(gain), eps)
+        return RMSNorm(self.ops, gain, eps)
 
     def layer_norm(
         self,

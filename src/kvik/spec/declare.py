@@ -116,7 +116,8 @@ class Architecture:
         head_dim: default if config.json has none; None: hidden / heads.
         eos_token_ids: default if config.json has none.
         activations: the supported `hidden_act` values; the first is the default.
-        rms_norm: RMSNorm, else LayerNorm with biases.
+        rms_norm: RMSNorm, else LayerNorm with biases; or the key of the eps of RMSNorm, which files
+            with LayerNorm do not have.
         gated_mlp: down(act(gate(x)) * up(x)), else down(act(up(x))).
         rotary: rotary positions, else learned ones.
         predictor: its checkpoints may have this head that drafts; None: none, or kvik does not know
@@ -171,7 +172,7 @@ class Architecture:
     qk_norm: bool | str = False
     value_norm: bool = False
     activations: tuple[str, ...] = ("silu", "swish")
-    rms_norm: bool = True
+    rms_norm: bool | str = True
     gated_mlp: bool = True
     rotary: bool = True
     predictor: PredictorSpec | None = None
@@ -831,7 +832,7 @@ class LayerBuilder:
         self._listed.norms.append(norm)
         return _LISTED
 
-    def plain_norm(self, dim: int, eps: float) -> Norm:
+    def plain_norm(self, dim: int, eps: float, *, centred: bool = False) -> Norm:
         return _LISTED
 
     def layer_norm(

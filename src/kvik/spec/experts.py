@@ -142,19 +142,20 @@ def sparse_layers(fields: Fields, layers: int, first_dense: int = 0) -> tuple[bo
                 raise fields.error("mlp_layer_types", message)
         return tuple(kind == SPARSE for kind in types)
     if "moe_layers" in fields:
-        return tuple(layer in _listed_layers(fields, "moe_layers") for layer in range(layers))
+        return tuple(layer in listed_layers(fields, "moe_layers") for layer in range(layers))
     first = fields.integer("first_k_dense_replace", 0, MAX_LAYERS, first_dense)
     every = fields.integer("moe_layer_freq", 1, MAX_LAYERS, 1)
     step_key = next((key for key in STEP_KEYS if key in fields), STEP_KEYS[0])
     step = fields.integer(step_key, 1, MAX_LAYERS, 1)
-    dense = _listed_layers(fields, "mlp_only_layers")
+    dense = listed_layers(fields, "mlp_only_layers")
     return tuple(
         layer >= first and layer % every == 0 and (layer + 1) % step == 0 and layer not in dense
         for layer in range(layers)
     )
 
 
-def _listed_layers(fields: Fields, key: str) -> set[int]:
+def listed_layers(fields: Fields, key: str) -> set[int]:
+    """Return a list of layers; an empty set if absent."""
     listed = fields.raw(key) or []
     if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):
         raise fields.error(key, f"must be a list of integers, not {shown(listed)}")
