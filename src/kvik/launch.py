@@ -22,7 +22,13 @@ from kvik.config.config import (
     check_config,
     requested_speculation,
 )
-from kvik.config.draft_heads import KINDS, eagle3_facts, heads_for, shipped_heads
+from kvik.config.draft_heads import (
+    KINDS,
+    assistant_facts,
+    eagle3_facts,
+    heads_for,
+    shipped_heads,
+)
 from kvik.config.env import draw_seed
 from kvik.config.hardware import detect, find_gpus
 from kvik.config.kv_budget import asked_budgets
@@ -44,6 +50,7 @@ from kvik.engine.memory_watch import MemoryWatch
 from kvik.errors import START_LOG, ConfigError, ModelError, ParamError
 from kvik.files import check_current_folder
 from kvik.model_files import model_files
+from kvik.models.gemma4 import ASSISTANT
 from kvik.models.model_spec import ModelSpec
 from kvik.text.tokenizer import Tokenizer, read_template
 from kvik.worker.ahead import LoadAhead
@@ -496,6 +503,8 @@ def _draft_source(requested: SpeculativeConfig | None, model: Path, spec: ModelS
     if requested.method == EAGLE3:
         head, taps = eagle3_facts(path, spec)
         return DraftSource(str(path), head, taps=taps)
+    if requested.method == ASSISTANT:
+        return DraftSource(str(path), assistant_facts(path, spec))
     ours, theirs = model_files(model), model_files(path)
     try:
         draft = theirs.spec()

@@ -511,7 +511,7 @@ def test_sinks_are_for_triton_and_not_for_a_draft_model() -> None:
     assert (gpu.runner.kernels, gpu.runner.attention_backend) == ("triton", "triton")
     source = DraftSource(spec=SMALL)
     config = EngineConfig(spec_method="draft_model", spec_model="x", window=64, attention_sinks=4)
-    with pytest.raises(ConfigError, match="spec_method: draft_model needs .* see every key"):
+    with pytest.raises(ConfigError, match="spec_method: .* see every key"):
         resolve(config, SMALL, PC, "/models/x", source)
 
 

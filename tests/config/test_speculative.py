@@ -45,6 +45,7 @@ def test_flags_win_over_the_object() -> None:
         ({"speculative_config": {"ngram_max": 3, "model": "x"}, "spec_model": "y"}, "spec_method"),
         ({"spec_method": "draft_model"}, "spec_model"),
         ({"spec_method": "eagle3"}, "spec_model"),
+        ({"spec_method": "assistant"}, "spec_model"),
         ({"spec_method": "ngram", "spec_model": "x"}, "spec_model"),
     ],
 )

@@ -1,5 +1,6 @@
 """The matrix with drafts of heads that read all hidden states: of the own heads of a model with
-states and of one with latent vectors and experts, and of EAGLE-3."""
+states and of one with latent vectors and experts, and of EAGLE-3; and with an assistant that reads
+the model's keys."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from helpers.assistants import save_assistant
 from helpers.drafted_columns import EAGER, TOKENS, with_room
 from helpers.eagle3 import save_eagle3
 from helpers.matrix import (
@@ -23,7 +25,9 @@ from helpers.matrix import (
 from helpers.optional_native import needs_native
 from helpers.predicting import save_predicting
 
+from kvik.config.draft_heads import is_assistant
 from kvik.engine.output import RequestOutput
+from kvik.spec.fields import read_json
 
 TIERS = ("swap, siblings, three steps in flight", "disk tier", "moved")  # not with states
 NAMES = (
@@ -31,7 +35,9 @@ NAMES = (
     *("preemption, chunks", "blocks of 8", "two threads", "siblings", "siblings, preemption"),
     *("three steps in flight, siblings", "wire, preemption", "recorded", ALL_OF_IT.name, *TIERS),
 )
+NEVER_SHORT = "assistant", "preemption"  # layers with windows have freed enough blocks
 EVERY = [c for c in [*COLUMNS, *SERVED, ALL_OF_IT] if c.name in NAMES]
+APART = {"eagle3": save_eagle3, "assistant": save_assistant}  # in a folder of their own
 FAST = ("torch", "prefix hits, chunks", "preemption, chunks")
 
 
@@ -39,17 +45,18 @@ def pairs(columns: Sequence[object]) -> list[object]:
     """Return the pairs of a model and a column."""
     return [
         pytest.param(case, *column.values, marks=column.marks, id=f"{case}-{column.values[0].name}")
-        for case in ("qwen3.5", "deepseek3", "eagle3")
+        for case in ("qwen3.5", "deepseek3", "eagle3", "assistant")
         for column in columns
-        if case == "deepseek3" or column.values[0].name not in TIERS
+        if case in ("deepseek3", "assistant") or column.values[0].name not in TIERS
+        if (case, column.values[0].name) != NEVER_SHORT
     ]
 
 
 @pytest.fixture(scope="module")
 def model(request, tmp_path_factory) -> dict[str, object]:
     folder = tmp_path_factory.mktemp("model")
-    if request.param == "eagle3":
-        save_eagle3(folder)
+    if request.param in APART:
+        APART[request.param](folder)
         return {"model": str(folder / "model")}
     save_predicting(folder, request.param)
     return {"model": str(folder)}
@@ -69,7 +76,9 @@ def options(model: dict[str, object]) -> dict[str, object]:
     head = Path(str(model["model"])).with_name("head")
     drafting = {"spec_method": "mtp"}
     if head.exists():
-        drafting = {"spec_method": "eagle3", "spec_model": str(head)}
+        assists = is_assistant(read_json(head / "config.json"))
+        method = "assistant" if assists else "eagle3"
+        drafting = {"spec_method": method, "spec_model": str(head)}
     return {**EAGER, **drafting, "spec_tokens": TOKENS}
 
 

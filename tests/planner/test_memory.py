@@ -208,6 +208,25 @@ def test_a_head_on_inner_layers_takes_the_memory_of_the_engines_plan(
 
 
 @pytest.mark.parametrize("machine", MACHINES)
+def test_an_assistant_takes_the_memory_of_the_engines_plan(machine: str, tmp_path: Path) -> None:
+    of_model = config("gemma-4-e2b")
+    text = {**of_model["text_config"], "num_hidden_layers": 4, "hidden_size": 256}
+    text |= {"hidden_size_per_layer_input": 0, "intermediate_size": 2048}
+    text["layer_types"] = [*["sliding_attention"] * 3, "full_attention"]
+    head = {"architectures": ["Gemma4AssistantForCausalLM"], "backbone_hidden_size": 1536}
+    (tmp_path / "config.json").write_text(json.dumps(head | {"text_config": text}))
+    model, hardware = shape_from_config(of_model, "m"), MACHINES[machine]
+    source = draft_source(str(tmp_path), model)
+    options = {"dtype": "bfloat16", "spec_method": "assistant", "spec_model": "d", **REQUESTS}
+    alone = memory_of(model, setting(hardware))
+    found = memory_of(model, setting(hardware, source=source))
+    assert found.weights == alone.weights + found.draft_weights
+    own = planned(model.spec, hardware, source, **options).memory
+    assert (found.weights, found.activations) == (own.weights, own.activations)
+    assert found.kv_cache == alone.kv_cache  # it reads the model's
+
+
+@pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize(
     "of_model",
     [

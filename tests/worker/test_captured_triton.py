@@ -19,6 +19,7 @@ from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON
 
 pytest.importorskip("triton", reason=NO_TRITON)
 
+from helpers.assistants import save_assistant
 from helpers.captured import ROOMY, Again
 from helpers.drafters import (
     METHOD,
@@ -223,6 +224,20 @@ def test_steps_of_a_head_on_inner_layers_say_the_same(model, tmp_path) -> None:
     with captured(DECODING, drafting=[DECODING]) as (again,):
         assert tokens(model, 2, **options) == expected
     assert again.replayed >= 6
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero")
+def test_steps_of_an_assistant_say_the_same(tmp_path) -> None:
+    save_assistant(tmp_path)
+    path, stored = tmp_path / "model", {"load_format": "safetensors"}
+    drafting = {"method": "assistant", "model": str(tmp_path / "head"), "adaptive": False}
+    options: dict[str, Any] = {"speculative_config": drafting, "spec_tokens": 2, **stored}
+    options |= {"max_num_batched_tokens": 4 + 2 * ROOM}
+    expected = tokens(path, attention_backend="reference", **stored)
+    with captured(DECODING, drafting=[DECODING]) as (again,):
+        assert tokens(path, 2, **options) == expected
+    assert again.replayed >= 4
 
 
 class Called(Again):

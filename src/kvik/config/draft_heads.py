@@ -1,5 +1,5 @@
-"""Draft heads: small networks on a model's last hidden states that draft its next tokens. Their
-folder holds a config.json, which this file reads and writes, and a model.safetensors."""
+"""Draft heads: small networks on a model's hidden states that draft its next tokens. Their folder
+holds a config.json, which this file reads and writes, and a model.safetensors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from pathlib import Path
 from kvik.config.model_source import CONFIG
 from kvik.errors import ConfigError, ModelError, shown
 from kvik.models.eagle3 import NORMED, PLAIN
+from kvik.models.gemma4 import ASSISTANT
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.fields import MAX_VOCAB, MAX_WIDTH, Fields, read_json
+from kvik.spec.layers import LayerSpec
 
 MEDUSA, EAGLE = KINDS = ("medusa", "eagle")
 MIN_TAPPED = 7  # layers of a model with an EAGLE-3 head
 TAPPED = "eagle_aux_hidden_state_layer_ids"
+GEMMA4, ASSISTANTS = "Gemma4", "AssistantForCausalLM"  # in names of architectures
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of the model
 MAX_DEPTH, MAX_LAYERS, MAX_RANKS = 16, 8, 64
 
@@ -169,6 +172,78 @@ def _eagle3_spec(folder: Path, model: ModelSpec) -> ModelSpec:
     spec = ModelSpec.from_config({**kept, **facts})
     before = fields.boolean("norm_before_residual", False)
     return replace(spec, wiring=NORMED if before else PLAIN)
+
+
+def is_assistant(config: Mapping[str, object]) -> bool:
+    """Return whether a config.json is of an assistant of Gemma 4."""
+    names = config.get("architectures")
+    return isinstance(names, list) and any(ASSISTANTS in str(name) for name in names)
+
+
+def assistant_facts(folder: Path, model: ModelSpec) -> ModelSpec:
+    """Read the facts of an assistant of Gemma 4 for a model (`Gemma4Assistant`).
+
+    Raises:
+        ModelError: with field `spec_model`: there is none, or it is for another model.
+    """
+    try:
+        spec = _assistant_spec(folder)
+        return replace(spec, layers=_reading(spec, model))
+    except ModelError as error:
+        raise ModelError("spec_model", f"holds no assistant of this model: {error}") from None
+
+
+def _assistant_spec(folder: Path) -> ModelSpec:
+    config = read_json(folder / CONFIG)
+    fields = Fields(config)
+    if not is_assistant(config):
+        names = shown(fields.raw("architectures"))
+        raise fields.error("architectures", f"must name an assistant of Gemma 4, not {names}")
+    # All its layers read other keys, whatever num_kv_shared_layers says.
+    facts = {"architectures": ["Gemma4ForCausalLM"], "num_kv_shared_layers": 0}
+    inner = {"hidden_size_per_layer_input": 0, **config, **(fields.mapping("text_config") or {})}
+    kept = {key: value for key, value in inner.items() if key not in SPECIAL_TOKENS}
+    width = fields.integer("backbone_hidden_size", 1, MAX_WIDTH, 1536)
+    return replace(ModelSpec.from_config({**kept, **facts}), wiring=ASSISTANT, embedding_size=width)
+
+
+def _reading(spec: ModelSpec, model: ModelSpec) -> tuple[LayerSpec, ...]:
+    """Return the layers of an assistant, each of which reads the keys and values of the model's
+    last layer of its kind that has its own.
+
+    Raises:
+        ModelError: the model has other sizes.
+    """
+    if not model.architecture.startswith(GEMMA4):
+        raise ModelError("model", f"must be a Gemma 4, not {model.architecture}")
+    for name, ours, theirs in (
+        ("vocab_size", spec.vocab_size, model.vocab_size),
+        ("backbone_hidden_size", spec.embedding_size, model.hidden_size),
+    ):
+        if ours != theirs:
+            raise ModelError(name, f"must be {theirs}, not {ours}")
+    if any(layer.token_input or layer.experts for layer in spec.layers):
+        raise ModelError("text_config", "must have no experts and no inputs of each token")
+    owners = {
+        layer.window is None: number
+        for number, layer in enumerate(model.layers)
+        if layer.kv_from is None
+    }
+    layers = []
+    for layer in spec.layers:
+        owner = owners.get(layer.window is None)
+        if owner is None:
+            raise ModelError("layer_types", "must be kinds of layers of the model")
+        kv_heads, head_dim = model.heads(model.layers[owner])
+        if spec.heads(layer)[1] != head_dim or spec.num_heads % kv_heads:
+            raise ModelError(
+                "head_dim",
+                f"must be {head_dim} for {kv_heads} heads of keys, not {spec.heads(layer)[1]} for "
+                f"{spec.num_heads} heads of queries",
+            )
+        window = model.layers[owner].window
+        layers.append(replace(layer, kv_from=owner, kv_heads=kv_heads, window=window))
+    return tuple(layers)
 
 
 def heads_for(folder: Path, kind: str, hidden_size: int, vocab_size: int) -> HeadsSpec:

@@ -535,7 +535,7 @@ def _shared_group(groups: tuple[KVGroup, ...]) -> int:
             return index
     raise ConfigError(
         "spec_method",
-        "draft_model needs a model with layers that see every key; ngram and suffix do not",
+        "must be ngram or suffix: the model has no layers that see every key",
     )
 
 

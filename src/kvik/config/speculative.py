@@ -13,6 +13,7 @@ from typing import Any
 from kvik.config.draft_heads import HeadsSpec
 from kvik.config.memory import StepSize
 from kvik.errors import ConfigError, shown
+from kvik.models.gemma4 import ASSISTANT
 from kvik.models.model_spec import ModelSpec
 from kvik.options import Flag, Integer, Number, OneOf, Text, option, options_of, unknown
 from kvik.spec.weights import SCHEMES
@@ -24,13 +25,15 @@ FORCED = "forced"  # only tokens that a grammar forces, which all methods except
 MTP = "mtp"  # the model's own head for multi-token prediction
 EAGLE3 = "eagle3"  # a head that reads hidden states between layers
 # Methods with a draft model or heads in another folder; methods that need none.
-MODEL_METHODS = ("draft_model", "medusa", "eagle", EAGLE3)
+MODEL_METHODS = ("draft_model", "medusa", "eagle", EAGLE3, ASSISTANT)
 OWN_METHODS = ("ngram", "suffix", FORCED, MTP)
+# What `spec_model` must name.
+NAMED = {"draft_model": "a draft model", EAGLE3: "the head", ASSISTANT: "the assistant"}
 TREE_METHODS = ("medusa", "eagle")
-# Methods that store keys and values of drafts, and sample drafts if the tokens of their request
-# are sampled.
-CACHING_METHODS = ("draft_model", EAGLE3, MTP)
-ALONE_METHODS = (EAGLE3, MTP)  # need one process with all layers
+CACHING_METHODS = ("draft_model", EAGLE3, MTP)  # store keys and values of drafts
+# Methods that sample drafts if the tokens of their request are sampled.
+DRAWING_METHODS = (*CACHING_METHODS, ASSISTANT)
+ALONE_METHODS = (EAGLE3, MTP, ASSISTANT)  # need one process with all layers
 METHODS = (*MODEL_METHODS, *OWN_METHODS, OFF)
 # Facts of the options that apply to one method only.
 DRAFT_MODEL_ALONE, NGRAM_ALONE, SUFFIX_ALONE = (
@@ -46,6 +49,7 @@ DEFAULT_TOKENS: Mapping[str, int] = {
     "medusa": 16,  # nodes of its tree
     "eagle": 5,
     EAGLE3: 4,
+    ASSISTANT: 4,
     MTP: 3,
 }
 
@@ -128,6 +132,8 @@ class DraftSource:
         if self.heads is not None:
             return self.heads.kind
         if self.spec is not None:
+            if self.spec.wiring == ASSISTANT:
+                return ASSISTANT
             return EAGLE3 if self.taps else "draft_model"
         return self.path or None  # of the model's own head
 
@@ -174,7 +180,7 @@ class ResolvedSpeculation:
     @property
     def draws(self) -> bool:
         """Whether drafts are sampled if the tokens of their request are."""
-        return self.method in CACHING_METHODS
+        return self.method in DRAWING_METHODS
 
 
 def merge_speculation(
@@ -212,8 +218,8 @@ def merge_speculation(
             "speculative_config",
             f"ngram_min must be at most ngram_max ({options.ngram_max}), not {options.ngram_min}",
         )
-    if options.method in ("draft_model", EAGLE3) and not options.model:
-        kind = "a draft model" if options.method == "draft_model" else "the head"
+    if options.method in NAMED and not options.model:
+        kind = NAMED[options.method]
         raise ConfigError("spec_model", f"must name {kind} for the method {options.method}")
     if options.method in OWN_METHODS and options.model:
         raise ConfigError("spec_model", f"must be left out: {options.method} needs no model")

@@ -4,11 +4,14 @@ Layers with a window have smaller heads than the others, which rotate only a par
 Heads of q, k and v are normalised, and scores are not scaled. The last layers may read the keys and
 values of earlier ones; layers without a window may have no value projection; each layer may read
 its own vector of each token; and some models have routed experts in addition to the MLP.
+
+Published models come with an assistant, which drafts their next tokens.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,9 +19,17 @@ from typing import TYPE_CHECKING
 from kvik.errors import shown
 from kvik.models.decoder import Decoder
 from kvik.models.gemma import GEGLU, GGUF_NAMES, gemma_scales, softcap
-from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder, gguf_experts
+from kvik.spec.declare import (
+    ALL,
+    Architecture,
+    ExpertNames,
+    ForwardContext,
+    LayerBuilder,
+    OutputRows,
+    gguf_experts,
+)
 from kvik.spec.experts import SWITCH, ExpertsSpec, Router, expert_count
-from kvik.spec.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH, Fields
+from kvik.spec.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_VOCAB, MAX_WIDTH, Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types, read_window
 from kvik.spec.model import ModelFacts, ModelScales
 from kvik.spec.rope import RopeSpec, read_rope
@@ -27,6 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CAP = "final_logit_softcapping"
+ASSISTANT = "assistant"  # wiring of a small model that drafts; also the method that uses it
 NAMES = ExpertNames(router="router.proj", scales="router.per_expert_scale")
 
 
@@ -162,6 +174,81 @@ class Gemma4(Decoder):
         return None if self.inputs is None else self.inputs(ids, x, ctx)
 
 
+class Gemma4Assistant:
+    """A small model that drafts the next tokens of another Gemma 4, whose keys and values it reads:
+    each layer has only queries, for those of the model's last layer of its kind.
+
+    A forward reads `inputs`: the model's embedding of a token, then the hidden state before it,
+    which is the model's or a projection of its own. All drafts of a proposal are at the position of
+    the newest token, so they see the same keys.
+
+    The published small ones may choose likely tokens by clusters, to read fewer rows of the output
+    matrix; here all rows are read.
+
+    Attributes:
+        inputs: [rows, 2 * width], which the worker allocates.
+        embed: ids [rows] -> [rows, width], of the model.
+    """
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:
+        hidden, self.width = spec.hidden_size, spec.embedding_size
+        self.join = builder.linear("pre_projection", 2 * self.width, hidden, bias=False)
+        self.project = builder.linear("post_projection", hidden, self.width, bias=False)
+        trunk = builder.at("model")
+        self.ropes = [builder.rope(rope, width) for rope, width in spec.rotations]
+        self.turned = [
+            None if pair is None else spec.rotations.index(pair)
+            for pair in map(spec.rotation, spec.layers)
+        ]
+        self.layers = [
+            Gemma4Layer(spec, trunk.at("layers").at(layer), layer)
+            for layer in range(spec.num_layers)
+        ]
+        self.norm = trunk.rms_norm("norm", hidden, spec.norm_eps)
+        self.lm_head = trunk.lm_head("embed_tokens", OutputRows(spec.vocab_size, hidden))
+        builder.ignore("lm_head.weight")
+        builder.skip("masked_embedding")
+        self.inputs: Tensor | None = None
+        self.embed: Callable[[Tensor], Tensor] | None = None
+
+    def read(self, ids: Tensor, hidden: Tensor) -> None:
+        """Set the inputs of the next forward: ids [rows], hidden [rows, width]."""
+        assert self.inputs is not None and self.embed is not None
+        self.inputs[: len(ids), : self.width].copy_(self.embed(ids))
+        self.inputs[: len(ids), self.width :].copy_(hidden)
+
+    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """ids [rows], which only give their number -> hidden [rows, hidden]."""
+        return self.leave(self.blocks(self.enter(ids, ctx), ctx))
+
+    def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """ids [rows] -> [rows, hidden]."""
+        assert self.inputs is not None
+        return self.join(self.inputs[: len(ids)], ctx)
+
+    def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor | None:
+        return None
+
+    def blocks(self, x: Tensor, ctx: ForwardContext, span: slice = ALL) -> Tensor:
+        """Take x [rows, hidden] through the layers."""
+        rotations = [rope.at(ctx.positions) for rope in self.ropes]
+        for layer, rope in zip(self.layers, self.turned, strict=True):
+            x = layer(x, None if rope is None else rotations[rope], ctx)
+        return x
+
+    def leave(self, x: Tensor) -> Tensor:
+        """x [rows, hidden] after the layers -> normalised."""
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, hidden] -> [rows, vocab] fp32."""
+        return self.lm_head(hidden)
+
+
+def gemma4(spec: ModelFacts, builder: LayerBuilder) -> Gemma4 | Gemma4Assistant:
+    return (Gemma4Assistant if spec.wiring == ASSISTANT else Gemma4)(spec, builder)
+
+
 def gemma4_scales(fields: Fields) -> ModelScales:
     return replace(gemma_scales(fields), logits_cap=softcap(fields, CAP))
 
@@ -171,10 +258,8 @@ def gemma4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpe
     `num_kv_shared_layers` layers read keys and values of the last earlier layer of their kind."""
     if fields.raw("use_bidirectional_attention") not in (None, False, "vision"):
         raise fields.error("use_bidirectional_attention", 'must be null or "vision"')
-    if fields.integer("vocab_size_per_layer_input", 1, MAX_WIDTH << 4, 1) not in (
-        fields.integer("vocab_size", 1, MAX_WIDTH << 4),
-        1,
-    ):
+    token_inputs = fields.integer("vocab_size_per_layer_input", 0, MAX_VOCAB, 1)
+    if _token_input(fields) and token_inputs not in (1, fields.integer("vocab_size", 1, MAX_VOCAB)):
         raise fields.error("vocab_size_per_layer_input", "must be vocab_size")
     types = (*layer_types(fields, layers, every=6)[:-1], FULL)
     num_with_kv = layers - fields.integer("num_kv_shared_layers", 0, layers - 1, 0)
@@ -200,7 +285,7 @@ def gemma4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpe
 
 def _kinds(fields: Fields, positions: int) -> dict[str, LayerSpec]:
     """Return a layer of each kind."""
-    token_input = fields.integer("hidden_size_per_layer_input", 0, MAX_WIDTH, 256)
+    token_input = _token_input(fields)
     default = {
         SLIDING: RopeSpec(theta=1e4, original_max_position=positions),
         FULL: RopeSpec("proportional", 1e6, original_max_position=positions, fraction=0.25),
@@ -217,6 +302,10 @@ def _kinds(fields: Fields, positions: int) -> dict[str, LayerSpec]:
             full = replace(full, kv_heads=_kv_heads(fields, fields, kv_heads))
         full = replace(full, head_dim=_head_dim(fields, "global_head_dim", 512))
     return {SLIDING: windowed, FULL: full}
+
+
+def _token_input(fields: Fields) -> int:
+    return fields.integer("hidden_size_per_layer_input", 0, MAX_WIDTH, 256)
 
 
 def _own_heads(fields: Fields, layers: int) -> dict[int, tuple[int | None, int | None]]:
@@ -293,7 +382,7 @@ GEMMA4 = Architecture(
     "Gemma4ForCausalLM",
     "gemma4_text",
     "Gemma 4, text-only models",
-    Gemma4,
+    gemma4,
     layers=gemma4_layers,
     experts=gemma4_experts,
     optional_experts=True,

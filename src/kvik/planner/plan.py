@@ -9,11 +9,19 @@ from pathlib import Path
 
 from kvik.config.compute import choose_dtype
 from kvik.config.config import EngineConfig, Notes
-from kvik.config.draft_heads import KINDS, MEDUSA, eagle3_facts, heads_for, is_eagle3
+from kvik.config.draft_heads import (
+    KINDS,
+    MEDUSA,
+    assistant_facts,
+    eagle3_facts,
+    heads_for,
+    is_assistant,
+    is_eagle3,
+)
 from kvik.config.hardware import Hardware, detect, find_gpus
 from kvik.config.memory import HeadsFootprint, Limit
 from kvik.config.model_source import CONFIG
-from kvik.config.speculative import MTP, NO_SOURCE, OWN_HEAD, DraftSource
+from kvik.config.speculative import ALONE_METHODS, MTP, NO_SOURCE, OWN_HEAD, DraftSource
 from kvik.errors import ConfigError, ModelError
 from kvik.options import FORMERLY, Integer, Number, OneOf, Text, normalised, option
 from kvik.planner.calibration import calibration_path
@@ -409,7 +417,7 @@ def draft_seconds(shape: ModelShape, at: Setting) -> float:
         size += HeadsFootprint(heads, shape.working_dtype(at.weight_format), heads.depth).weights
         size /= heads.depth if heads.kind == MEDUSA else 1  # Medusa's heads draft together
         return size / at.device.read_rate(size)
-    if at.source.taps:
+    if at.source.method in ALONE_METHODS:  # each draft reads all its weights
         assert at.source.spec is not None
         size = at.source.spec.weight_bytes(shape.working_dtype(at.weight_format), "none")
         return size / at.device.read_rate(size)
@@ -444,6 +452,8 @@ def draft_source(name: str | None, shape: ModelShape) -> DraftSource:
         if os.path.isfile(folder / CONFIG) and is_eagle3(values):
             head, taps = eagle3_facts(folder, shape.like)
             return DraftSource(name, head, taps=taps)
+        if os.path.isfile(folder / CONFIG) and is_assistant(values):
+            return DraftSource(name, assistant_facts(folder, shape.like))
         return DraftSource(name, read_shape(name).spec)
     except ModelError as error:
         reason = error.message if error.field in ("model", "spec_model") else str(error)

@@ -91,6 +91,7 @@ def load_network(
     drafts: bool = False,
     stage: PipelineStage | None = None,
     backend: AttentionBackend | None = None,
+    kv: KVCache | None = None,
 ) -> EngineNetwork:
     """Load the model, or a draft model that uses the same blocks.
 
@@ -100,6 +101,7 @@ def load_network(
         drafts: it is a draft model, and all its KV groups have the same block tables.
         stage: the layers computed here; `groups` has only these. None: all.
         backend: for attention; None: the platform's.
+        kv: keys and values that it reads; None: it has its own.
 
     Raises:
         ModelError: the weights do not fit the spec.
@@ -113,16 +115,17 @@ def load_network(
             config, parts, spec, path, groups, quantization, stage, adapted=not drafts
         )
         platform.release_freed()
-        kv = allocate_kv(
-            groups,
-            cache.pool_size,
-            cache.block_size,
-            parts.dtype,
-            parts.device,
-            parts.kv_zeros,
-            separate=drafts,
-            queries=(config.scheduler.max_num_seqs, spec.num_heads),
-        )
+        if kv is None:
+            kv = allocate_kv(
+                groups,
+                cache.pool_size,
+                cache.block_size,
+                parts.dtype,
+                parts.device,
+                parts.kv_zeros,
+                separate=drafts,
+                queries=(config.scheduler.max_num_seqs, spec.num_heads),
+            )
         layers = (
             spec.layers if stage is None else spec.layers[stage.layers.start : stage.layers.stop]
         )

@@ -16,10 +16,12 @@ from kvik.config.speculative import EAGLE3, FORCED, MTP, ResolvedSpeculation
 from kvik.errors import ModelError
 from kvik.models.decoder import Decoder
 from kvik.models.eagle3 import Eagle3Head
+from kvik.models.gemma4 import ASSISTANT, Gemma4Assistant
 from kvik.models.model_spec import ModelSpec
-from kvik.spec.kv import group_layers
+from kvik.spec.kv import KVGroup, group_layers
 from kvik.spec.model import DTYPE_BYTES
 from kvik.worker.draft_tree import DraftTree
+from kvik.worker.drafters.assistant import AssistantDrafter
 from kvik.worker.drafters.base import Drafter
 from kvik.worker.drafters.cached_heads import CachedHeadDrafter, CachedHeadNetwork, Head
 from kvik.worker.drafters.draft_model import DraftModel, DraftNetwork, Vocabulary
@@ -193,6 +195,38 @@ def _eagle3(parts: DrafterParts) -> Drafter:
     return _reading(parts, head, network, spec, vocabulary, parts.speculation.draft_group)
 
 
+def _assistant(parts: DrafterParts) -> Drafter:
+    chosen, config, target = parts.speculation, parts.config, parts.network
+    spec, model = chosen.source.spec, target.model
+    assert spec is not None and isinstance(model, Decoder)
+    groups = tuple(map(_before_newest, config.cache.groups))
+    path = Path(chosen.source.path)
+    network = load_network(
+        config, parts.platform, spec, path, groups, "none", drafts=True, kv=target.kv
+    )
+    assistant = network.model
+    assert isinstance(assistant, Gemma4Assistant)
+    assistant.inputs, assistant.embed = _inputs(parts, 2), model.embed
+    return AssistantDrafter(
+        assistant,
+        *parts.steps(network, spec, _sizes(parts)),
+        parts.table,
+        Sampler(network.ops),
+        parts.sampling,
+        SAMPLER_BYTES[parts.device.type],
+    )
+
+
+def _before_newest(group: KVGroup) -> KVGroup:
+    """Return a group whose windows exclude the newest token, whose query reads before its key is
+    written."""
+    specs = tuple(
+        replace(spec, window=spec.window and replace(spec.window, keys=spec.window.keys - 1))
+        for spec in group.specs
+    )
+    return replace(group, specs=specs)
+
+
 def _inputs(parts: DrafterParts, count: int) -> Tensor:
     """Return memory for `count` hidden states of each token of a step."""
     tokens, chosen = _sizes(parts).tokens, parts.platform.parts
@@ -242,6 +276,7 @@ DRAFTERS: Mapping[str, Callable[[DrafterParts], Drafter]] = {
     "eagle": _eagle,
     MTP: _mtp,
     EAGLE3: _eagle3,
+    ASSISTANT: _assistant,
 }
 
 

@@ -1,0 +1,92 @@
+"""The drafts of an assistant are those of its definition, whatever the engine does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.assistants import Assistant, save_assistant
+from helpers.drafters import HEAD_WAYS, check_drafts_of_head, head_prompts, note_drafts
+
+from kvik import LLM, SamplingParams
+from kvik.config.model_source import BUNDLED
+from kvik.errors import KvikError
+
+
+def options(root: Path, **more: Any) -> dict[str, Any]:
+    drafting = {"method": "assistant", "model": str(root / "head"), "num_speculative_tokens": 3}
+    return {
+        "model": str(root / "model"),
+        "device": "cpu",
+        "threads": 1,
+        "dtype": "float32",
+        "max_model_len": 96,
+        "max_num_seqs": 8,
+        "speculative_config": {**drafting, "adaptive": False},
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[Path, Assistant]:
+    root = tmp_path_factory.mktemp("assistant")
+    return root, save_assistant(root)
+
+
+@pytest.mark.parametrize("way", HEAD_WAYS)
+def test_drafts_are_those_of_the_definition(way, saved, monkeypatch):
+    (root, assistant), noted = saved, note_drafts(monkeypatch, "assistant")
+    check_drafts_of_head(assistant, noted, options(root, **HEAD_WAYS[way]), way)
+
+
+def test_forks_share_its_keys(saved, monkeypatch):
+    (root, assistant), noted = saved, note_drafts(monkeypatch, "assistant")
+    siblings = SamplingParams(temperature=0.0, n=3, max_tokens=9, ignore_eos=True)
+    with LLM(**options(root, max_num_seqs=24)) as llm:  # all siblings run together
+        llm.generate(head_prompts(), siblings)
+    assert noted
+    for text, found in noted.items():
+        assert found == assistant.drafts(text, len(found))
+
+
+def test_assistants_that_it_refuses(saved, tmp_path):
+    root, _ = saved
+    stored = json.loads((root / "head" / "config.json").read_text())
+    text = stored["text_config"]
+    for change in (
+        {"architectures": ["Gemma4ForCausalLM"]},
+        {"backbone_hidden_size": 64},
+        {"text_config": {**text, "vocab_size": 97}},
+        {"text_config": {**text, "head_dim": 8}},
+        {"text_config": {**text, "hidden_size_per_layer_input": 8}},
+    ):
+        head = tmp_path / "head"
+        head.mkdir(exist_ok=True)
+        (head / "config.json").write_text(json.dumps(stored | change))
+        weights = (root / "head" / "model.safetensors").read_bytes()
+        (head / "model.safetensors").write_bytes(weights)
+        with pytest.raises(KvikError, match="^spec_model: "):
+            LLM(**options(root, speculative_config={"method": "assistant", "model": str(head)}))
+    with pytest.raises(KvikError, match="^spec_model: .*must be a Gemma 4"):
+        LLM(**options(root, model=str(BUNDLED)))
+    for option in ("tensor_parallel_size", "pipeline_parallel_size"):
+        with pytest.raises(KvikError, match=f"^{option}: "):
+            LLM(**options(root, threads=2, **{option: 2}))
+
+
+def test_the_plan_counts_it(saved):
+    root, assistant = saved
+    with (
+        LLM(**options(root)) as llm,
+        LLM(**options(root, spec_method="off", spec_model=None)) as plain,
+    ):
+        ours, theirs = llm.resolved.memory, plain.resolved.memory
+    tensors = assistant.model.state_dict().items()
+    clusters = "masked_embedding"  # not read
+    read = sum(4 * values.numel() for name, values in tensors if clusters not in name)
+    read -= assistant.model.lm_head.weight.nbytes  # is the embedding
+    assert ours.weights - theirs.weights == read
+    assert ours.activations > theirs.activations
+    assert ours.kv_cache == theirs.kv_cache  # it reads the model's
