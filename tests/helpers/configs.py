@@ -225,6 +225,37 @@ PUBLIC: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
         rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]},
     ),
+    "OLMo-7B": config(
+        "OlmoForCausalLM",
+        vocab=50304, hidden=4096, inner=11008, layers=32, heads=32, kv_heads=32, positions=2048,
+    ),
+    "FlexOlmo-7x7B": config(
+        "FlexOlmoForCausalLM",
+        vocab=100352, hidden=4096, inner=11008, layers=32, heads=32, kv_heads=32, positions=4096,
+        num_experts=7, num_experts_per_tok=5,
+    ),
+    "VaultGemma-1B": config(
+        "VaultGemmaForCausalLM",
+        vocab=256000, hidden=1152, inner=6912, layers=26, heads=4, kv_heads=4, head_dim=256,
+        positions=1024, tie_word_embeddings=True, hidden_act=None, sliding_window=512,
+    ),
+    "Bamba-9B": config(
+        "BambaForCausalLM",
+        vocab=128256, hidden=4096, inner=14336, layers=32, heads=32, kv_heads=8, positions=4096,
+        attn_layer_indices=[9, 18, 27], mamba_n_heads=128, mamba_d_head=64, mamba_d_state=128,
+        mamba_n_groups=1,
+    ),
+    "K-EXAONE-236B-A23B": config(
+        "ExaoneMoeForCausalLM",
+        vocab=153600, hidden=6144, inner=18432, layers=48, heads=64, kv_heads=8, head_dim=128,
+        positions=262144, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=2048,
+        num_shared_experts=1, first_k_dense_replace=1, sliding_window=128,
+    ),
+    "HyperCLOVAX-Think-14B": config(
+        "HyperCLOVAXForCausalLM",
+        vocab=110592, hidden=6144, inner=14336, layers=38, heads=48, kv_heads=8, head_dim=128,
+        positions=131072,
+    ),
     "MiniCPM3-4B": config(
         "MiniCPM3ForCausalLM",
         vocab=73448, hidden=2560, inner=6400, layers=62, heads=40, kv_heads=40, positions=32768,

@@ -46,6 +46,12 @@ from kvik.spec.visible_keys import Window
         ("OPT-350M", 331_196_416),
         ("Phi-3.5-MoE", 41_873_153_344),
         # The next ones as counted by transformers in models of these sizes.
+        ("OLMo-7B", 6_888_095_744),
+        ("FlexOlmo-7x7B", 33_270_665_216),
+        ("VaultGemma-1B", 1_038_741_120),
+        ("Bamba-9B", 9_780_235_392),
+        ("K-EXAONE-236B-A23B", 236_571_156_352),
+        ("HyperCLOVAX-Think-14B", 14_748_112_896),
         ("MiniCPM3-4B", 4_073_875_968),
         ("A.X-K1", 518_983_063_808),
         ("Hunyuan-A13B", 80_393_183_232),
