@@ -12,7 +12,7 @@ import torch
 from helpers.tiny_models import tiny_model
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
 
-WINDOW = 12
+WINDOW = 24
 HIDDEN, WIDTH = 32, 24  # of the model, of the assistant
 LAST = ("post_attention_layernorm", "post_feedforward_layernorm")  # norms of what is added
 SHAPE: dict[str, Any] = {

@@ -35,7 +35,6 @@ NAMES = (
     *("preemption, chunks", "blocks of 8", "two threads", "siblings", "siblings, preemption"),
     *("three steps in flight, siblings", "wire, preemption", "recorded", ALL_OF_IT.name, *TIERS),
 )
-NEVER_SHORT = "assistant", "preemption"  # layers with windows have freed enough blocks
 EVERY = [c for c in [*COLUMNS, *SERVED, ALL_OF_IT] if c.name in NAMES]
 APART = {"eagle3": save_eagle3, "assistant": save_assistant}  # in a folder of their own
 FAST = ("torch", "prefix hits, chunks", "preemption, chunks")
@@ -48,7 +47,6 @@ def pairs(columns: Sequence[object]) -> list[object]:
         for case in ("qwen3.5", "deepseek3", "eagle3", "assistant")
         for column in columns
         if case in ("deepseek3", "assistant") or column.values[0].name not in TIERS
-        if (case, column.values[0].name) != NEVER_SHORT
     ]
 
 

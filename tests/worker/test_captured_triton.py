@@ -237,7 +237,7 @@ def test_steps_of_an_assistant_say_the_same(tmp_path) -> None:
     expected = tokens(path, attention_backend="reference", **stored)
     with captured(DECODING, drafting=[DECODING]) as (again,):
         assert tokens(path, 2, **options) == expected
-    assert again.replayed >= 4
+    assert again.replayed >= 2
 
 
 class Called(Again):
