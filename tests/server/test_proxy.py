@@ -400,6 +400,9 @@ def test_a_stored_response_is_continued_where_it_is():
                 more = {**body, "previous_response_id": last}
                 reply = ask(front, "POST", "/v1/responses", more)
                 assert reply.status == 200, reply.body
+                named = {"type": "item_reference", "id": reply.json["output"][0]["id"]}
+                reply = ask(front, "POST", "/v1/responses", {**body, "input": [named]})
+                assert reply.status == 200, reply.body
                 last = reply.json["id"]
                 for path in ("", "/input_items"):
                     assert ask(front, "GET", f"/v1/responses/{last}{path}").status == 200

@@ -57,7 +57,7 @@ def needed_sizes(store: ResponseStore, tenant: str, seen: list[StoredResponse]) 
 def test_an_id_names_its_store() -> None:
     store = ResponseStore()
     assert store_of(store.new_id()) == store.name
-    assert not any(map(store_of, ("", "resp_1", f"{store.new_id()}0", f"x{store.new_id()}")))
+    assert not any(map(store_of, ("", "resp_1", f"{store.new_id()}0", f"_{store.new_id()}")))
 
 
 def test_a_very_long_conversation_is_dropped() -> None:

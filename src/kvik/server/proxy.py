@@ -113,6 +113,16 @@ def rendered(body: Mapping[str, Any]) -> bytes:
     return b"\n".join(parts)
 
 
+def _store_named(body: Mapping[str, Any]) -> str:
+    """Return the name of the store that has what a request continues or refers to; "": there is
+    none."""
+    items, named = body.get("input"), [body.get("previous_response_id")]
+    for item in items if isinstance(items, list) else ():
+        if isinstance(item, dict) and item.get("type") in (None, "item_reference"):
+            named.append(item.get("id"))
+    return next(filter(None, (store_of(name) for name in named if isinstance(name, str))), "")
+
+
 class RoutedPrompt(NamedTuple):
     """A prompt for the choice of a server.
 
@@ -624,9 +634,7 @@ class _Passing:
             return RoutedPrompt()
         session = fields.get("session_id") or fields.get("prompt_cache_key")
         name = session if isinstance(session, str) else ""
-        previous = fields.get("previous_response_id")
-        store = store_of(previous) if isinstance(previous, str) else ""
-        return RoutedPrompt(piece_hashes(text), len(text), name, store)
+        return RoutedPrompt(piece_hashes(text), len(text), name, _store_named(fields))
 
     async def _ask(
         self, choice: ReplicaChoice, tried: Collection[int], resumed: _Resumed | None = None

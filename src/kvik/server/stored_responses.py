@@ -17,13 +17,27 @@ from dataclasses import dataclass
 import msgspec
 
 OVERHEAD = 512  # bytes of a stored response in addition to its JSON
-_ID = re.compile(r"resp_([0-9a-f]{8})[0-9a-f]{32}")
+# An id of a response: the name of its store, and a number. Ids of the items of its output continue
+# it with their index.
+_ID = re.compile(r"[a-z]+_(([0-9a-f]{8})[0-9a-f]{32})(?:[0-9a-f]{4})?")
 
 
-def store_of(response_id: str) -> str:
-    """Return the name of the store that made the id of a response; "" for an id of another form."""
-    match = _ID.fullmatch(response_id)
-    return match[1] if match else ""
+def store_of(stored_id: str) -> str:
+    """Return the name of the store that made the id of a response or of an item of its output; ""
+    for an id of another form."""
+    match = _ID.fullmatch(stored_id)
+    return match[2] if match else ""
+
+
+def item_id(prefix: str, response_id: str, index: int) -> str:
+    """Return the id of an item of a response's output."""
+    return f"{prefix}_{response_id.partition('_')[2]}{index:04x}"
+
+
+def response_of(item_id: str) -> str:
+    """Return the id of the response in whose output an item is; "" for an id of another form."""
+    match = _ID.fullmatch(item_id)
+    return f"resp_{match[1]}" if match else ""
 
 
 class _Output(msgspec.Struct):

@@ -222,7 +222,7 @@ def test_a_schema(client: openai.OpenAI) -> None:
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
+        ({"input": [{"type": "item_reference"}]}, "input.0.id"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input.0"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0"),
         ({"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]}, "input"),

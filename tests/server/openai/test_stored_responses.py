@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -114,6 +115,32 @@ def test_the_result_of_a_call_follows_the_call(client: openai.OpenAI) -> None:
     assert again.usage.input_tokens == told.usage.input_tokens
     unrelated = refusal(400, lambda: create(client, [result], previous_response_id=told.id + "x"))
     assert unrelated.param == "previous_response_id"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_items_that_a_client_refers_to(client: openai.OpenAI, stream: bool) -> None:
+    """As Vercel's AI SDK does."""
+    tools: Any = [{"type": "function", "name": "get_weather", "parameters": WEATHER}]
+    choice = {"type": "function", "name": "get_weather"}
+    more = {"tools": tools, "tool_choice": choice, "max_output_tokens": 150, "stream": stream}
+    asked = create(client, "Is it warm?", **more)
+    asked = [*asked][-1].response if stream else asked
+    (call,) = asked.output
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "cold"}
+    said_first = create(client, "Hello").output[0]
+    for reference in ({"type": "item_reference", "id": call.id}, {"id": call.id}):
+        known = {"type": "item_reference", "id": said_first.id}
+        told = create(client, [said("user", "Hello"), known, reference, result])
+        whole = [said("user", "Hello"), said_first.to_dict(mode="json")]
+        again = create(client, [*whole, call.to_dict(mode="json"), result], store=False)
+        assert told.output_text == again.output_text
+        assert told.usage.input_tokens == again.usage.input_tokens
+        kinds = [item.type for item in listed(client, told.id)]
+        assert kinds == ["message", "message", "function_call", "function_call_output"]
+    unstored = create(client, "Hello", store=False).output[0]
+    for unknown in (unstored.id, call.id + "0", said_first.id[:-1] + "1", asked.id, "x"):
+        refused = refusal(404, partial(create, client, [{**known, "id": unknown}]))
+        assert refused.param == "input.0.id" and refused.code == "item_not_found"
 
 
 def test_pages_of_input_items(client: openai.OpenAI, http: httpx2.Client) -> None:

@@ -40,7 +40,7 @@ from kvik.server.responses import (
 )
 from kvik.server.route import caller_of, context_of, convert, get, post, routes_of
 from kvik.server.server import Server
-from kvik.server.stored_responses import StoredResponse
+from kvik.server.stored_responses import StoredResponse, item_id, response_of
 from kvik.server.texts import Texts
 from kvik.server.tools import MAX_NAME, AnswerForm, Function, ToolUse
 from kvik.server.unhonoured import RESPONSES_KEPT, SAMPLING, Table, limited_by, missing
@@ -203,8 +203,6 @@ def response_messages(
                 messages.append(ChatMessage(role="tool", content=text, tool_call_id=item.call_id))
             case "reasoning":
                 continue  # thoughts of earlier turns are not shown to the model
-            case "item_reference":
-                raise ParamError(f"{place}.type", "must be an item itself, not a reference")
             case _:
                 raise ParamError(f"{place}.type", f"{str(item.type)[:40]!r} is not supported")
     return messages
@@ -376,6 +374,9 @@ async def responses(server: Server, request: Request, body: ResponsesRequest) ->
     model, defaults = server.served(body.model)
     tenant = caller_of(request).tenant
     texts = server.texts.of(tenant)
+    sent = body.input
+    if isinstance(sent, list) and any(map(_refers, sent)):
+        body.input = [_referred(server, tenant, i, item) for i, item in enumerate(sent)]
     previous, earlier = None, list[InputItem]()
     if body.previous_response_id is not None:
         previous = _stored(server, tenant, body.previous_response_id, "previous_response_id")
@@ -418,7 +419,8 @@ async def responses(server: Server, request: Request, body: ResponsesRequest) ->
         ids = await texts.encode(prompt, add_special_tokens=False)
         check_output_fits(server, len(ids), body.max_output_tokens, "max_output_tokens")
         prepared = generation_request(body, ids, params, "input", answer)
-        prepared = replace(prepared, movable=previous is None)  # others lack what it continues
+        # Other servers lack what it continues or refers to.
+        prepared = replace(prepared, movable=previous is None and body.input is sent)
         (generation,) = await start_all(server, request, [prepared], stream=body.stream)
     form = ResponseEvents(model, body, params, answer, stored.id, keep)
     return await generation_response(request, [generation], form, body.stream)
@@ -437,6 +439,33 @@ def _stored(server: Server, tenant: str, response_id: str, param: str) -> Stored
             "previous_response_not_found" if previous else "response_not_found",
         )
     return response
+
+
+def _refers(item: InputItem) -> bool:
+    """Return whether an item only names an item of the output of a response."""
+    bare = item.type is None and item.role is None and item.id is not None
+    return bare or item.type == "item_reference"
+
+
+def _referred(server: Server, tenant: str, index: int, item: InputItem) -> InputItem:
+    """Return the item that an item of the input refers to; itself if it is no reference."""
+    if not _refers(item):
+        return item
+    param = f"input.{index}.id"
+    if item.id is None:
+        raise ParamError(param, "must be the id of an item of a response that the server keeps")
+    response = server.stored.find(tenant, response_of(item.id))
+    for stored in () if response is None else response.output():
+        named = msgspec.json.decode(stored, type=InputItem)
+        if named.id == item.id:
+            return named
+    raise HttpError(
+        404,
+        f"Item with id {item.id[:80]!r} not found: the server has dropped its response, or never "
+        "kept it; send the item itself",
+        param,
+        "item_not_found",
+    )
 
 
 def _conversation(previous: StoredResponse) -> list[InputItem]:
@@ -607,17 +636,17 @@ class ResponseEvents(ResponseFormat):
     def _item_events(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
         """Add a delta to the items; yield the stream events for it."""
         if delta.thought:
-            yield from self._open("reasoning", "rs")
+            yield from self._open("reasoning")
             yield from self._add("response.reasoning_text.delta", delta.thought)
         elif delta.text:
-            yield from self._open("message", "msg")
+            yield from self._open("message")
             yield from self._add("response.output_text.delta", delta.text)
         elif delta.name:
             namespace, tool = self._tools[delta.name]
             custom = tool.type == "custom"
             kind: Literal["custom_tool_call", "function_call"]
             kind = "custom_tool_call" if custom else "function_call"
-            item = OutputItem(kind, f"{'ctc' if custom else 'fc'}_{secrets.token_hex(12)}")
+            item = OutputItem(kind, self._new_id(kind))
             item.call_id, item.name, item.namespace = delta.id, tool.name or "", namespace
             yield from self._begin_item(item)
         elif delta.arguments and self._items[-1].kind == "function_call":
@@ -625,10 +654,13 @@ class ResponseEvents(ResponseFormat):
         elif delta.arguments:  # the input of a custom tool is known only when its JSON is complete
             self._items[-1].text.append(delta.arguments)
 
-    def _open(self, kind: Literal["message", "reasoning"], prefix: str) -> Iterator[dict[str, Any]]:
+    def _new_id(self, kind: str) -> str:
+        return item_id(ID_PREFIXES[kind], self._id, len(self._items))
+
+    def _open(self, kind: Literal["message", "reasoning"]) -> Iterator[dict[str, Any]]:
         if self._items and self._items[-1].kind == kind:
             return
-        item = OutputItem(kind, f"{prefix}_{secrets.token_hex(12)}")
+        item = OutputItem(kind, self._new_id(kind))
         yield from self._begin_item(item)
         yield self._of_item("response.content_part.added", part=item.part(""))
 
