@@ -156,6 +156,7 @@ FAMILIES: dict[str, dict[str, object]] = {
         "head_dim": 16,
         "global_head_dim": 32,
     },
+    "HunYuanMoEV1": {**CALIBRATED["HunYuanMoEV1"], **HEADS, "head_dim": 16},
 }
 
 

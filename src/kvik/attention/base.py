@@ -109,15 +109,22 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMSNorm of each head of q and of k, before rotation (Qwen3; `Ops.rms_norm`).
+    """RMSNorm of each head of q and of k (Qwen3; `Ops.rms_norm`).
 
     Attributes:
         q, k: [head_dim], weights; k is None if another layer stores the keys.
+        after: they follow the rotation, else they precede it. Not with sinks of a window.
     """
 
     q: Tensor
     k: Tensor | None
     eps: float
+    after: bool = False
+
+    def normalised(self, ops: Ops, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if k is not None and self.k is not None:
+            k = ops.rms_norm(k, self.k, self.eps)
+        return ops.rms_norm(q, self.q, self.eps), k
 
 
 # Fields of an `AttentionSpec` that not every backend supports, with their names in errors.
@@ -201,7 +208,7 @@ class Attend:
             return None
         q, norms = self.q, self.spec.norms
         if norms is not None:
-            q = ops.rms_norm(q, norms.q, norms.eps)
+            q, _ = norms.normalised(ops, q, None)
         else:
             q = ops.scaled(q.flatten(1), 1.0).view(q.shape)
         return ops.rotary(q, q[:, :0], self.sink_rotation)[0]
@@ -209,19 +216,22 @@ class Attend:
     def turned(self, ops: Ops) -> tuple[Tensor, Tensor | None]:
         """Return q and k normalised and rotated, for backends whose kernels do not do this."""
         q, k, norms = self.q, self.k, self.spec.norms
-        if norms is not None:
-            q = ops.rms_norm(q, norms.q, norms.eps)
-            if k is not None and norms.k is not None:
-                k = ops.rms_norm(k, norms.k, norms.eps)
-        if self.rotation is None:
-            return q, k
+        if norms is not None and not norms.after:
+            q, k = norms.normalised(ops, q, k)
+        if self.rotation is not None:
+            q, k = self._rotated(ops, q, k, self.rotation)
+        if norms is not None and norms.after:
+            q, k = norms.normalised(ops, q, k)
+        return q, k
+
+    def _rotated(
+        self, ops: Ops, q: Tensor, k: Tensor | None, rotation: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         if self.q_rotation is None and k is not None:
-            return ops.rotary(q, k, self.rotation)
-        q, _ = ops.rotary(
-            q, q[:, :0], self.rotation if self.q_rotation is None else self.q_rotation
-        )
+            return ops.rotary(q, k, rotation)
+        q, _ = ops.rotary(q, q[:, :0], rotation if self.q_rotation is None else self.q_rotation)
         if k is not None:
-            _, k = ops.rotary(k[:, :0], k, self.rotation)
+            _, k = ops.rotary(k[:, :0], k, rotation)
         return q, k
 
     def stored(self, ops: Ops) -> tuple[Tensor, Tensor | None, Tensor | None]:

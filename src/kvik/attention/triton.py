@@ -82,9 +82,11 @@ class TritonAttention(AttentionBackend):
         assert isinstance(metadata, TritonMetadata)
         q, k, v, spec = attend.q, attend.k, attend.v, attend.spec
         slots, for_sinks = metadata.layout.slot_mapping, attend.for_sinks(self._ops)
-        # The kernel rotates q and k alike, and rounds halves of a head, which must be whole bytes.
+        # The kernel rotates q and k alike, after their norms, and rounds halves of a head, which
+        # must be whole bytes.
         odd = q.shape[2] % (4 if kv.k.dtype == torch.uint8 else 2)
-        if odd or attend.q_rotation is not None or k is None or v is None:
+        late = spec.norms is not None and spec.norms.after
+        if odd or late or attend.q_rotation is not None or k is None or v is None:
             q, _, _ = attend.stored(self._ops)
         else:
             scales = None

@@ -23,7 +23,6 @@ from kvik.spec.declare import (
     Norm,
     PositionTable,
     Role,
-    Rotary,
 )
 from kvik.spec.layers import PredictorSpec
 from kvik.spec.model import ModelFacts
@@ -81,15 +80,11 @@ class GroupedQueryAttention:
         made = [norm(name) if name else inner.plain_norm(dim, spec.norm_eps) for name in norms]
         scale = facts.query_scale
         self.scale = None if scale is None else inner.query_scale(scale)
-        self.rotary: Rotary | None = None
-        pair = (made[0], made[1]) if made else None
-        if pair is not None and facts.rope is not None and facts.rope.then_normed:
-            self.rotary, self.norms, pair = inner.rotary(), pair, None
         self.attend = inner.attention(
             layer,
             dim,
             spec.scales.attention,
-            norms=pair,
+            norms=(made[0], made[1]) if made else None,
             softcap=spec.scales.attention_cap,
             sinks=heads if sinks else 0,
             rope=facts.rope,
@@ -106,10 +101,6 @@ class GroupedQueryAttention:
         q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
         if self.scale is not None:
             q = self.scale(q, ctx)
-        if self.rotary is not None:
-            assert rotation is not None
-            q, k = self.rotary(q, k, rotation)
-            q, k, rotation = self.norms[0](q), self.norms[1](k), None
         return self.o(self.attend(q, k, v, ctx, rotation), ctx, residual)
 
 

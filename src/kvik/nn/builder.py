@@ -68,7 +68,6 @@ from kvik.spec.declare import (
     LinearLayer,
     PositionTable,
     Role,
-    Rotary,
     TokenTable,
     usual_scope,
 )
@@ -690,10 +689,6 @@ class Builder(LayerBuilder):
         self._ropes.append(Rope(self.ops, spec, head_dim, self.max_model_len, self.device))
         return self._ropes[-1]
 
-    def rotary(self) -> Rotary:
-        """Return the rotation of heads, for models whose attention does not begin with it."""
-        return self.ops.rotary
-
     def attention(
         self,
         layer: int,
@@ -714,7 +709,7 @@ class Builder(LayerBuilder):
                 none.
             softcap: as in `AttentionSpec`.
             sinks: number of heads with a learned sink; 0: none.
-            rope: rotation of q and k; used only if it scales queries.
+            rope: rotation of q and k, if it scales queries or precedes the norms; else unused.
             kv_from, bidirectional: as in `LayerSpec`.
 
         Raises:
@@ -725,7 +720,8 @@ class Builder(LayerBuilder):
         if norms is not None:
             q_norm, k_norm = norms
             k_weight = None if k_norm is None else k_norm.weight
-            head_norms = HeadNorms(q_norm.weight, k_weight, q_norm.eps)
+            after = rope is not None and rope.then_normed
+            head_norms = HeadNorms(q_norm.weight, k_weight, q_norm.eps, after)
         learned = None
         if sinks:
             learned = self._tensor(self._name("sinks"), (sinks,), "bias")

@@ -307,8 +307,6 @@ class LinearLayer(Protocol):
 FeedForward = LinearLayer  # x, residual [tokens, hidden] -> [tokens, hidden]
 # x [tokens, inputs] -> [tokens, heads, head_dim] of each projection
 HeadsLayer: TypeAlias = "Callable[[Tensor, ForwardContext], list[Tensor]]"
-# q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim], rotation [tokens, head_dim] -> q, k
-Rotary: TypeAlias = "Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]"
 # q [tokens, ...] -> the same, times a number per token
 ScaledQueriesLayer: TypeAlias = "Callable[[Tensor, ForwardContext], Tensor]"
 # x [tokens, channels] -> [tokens, channels]; reads and writes the states
@@ -880,9 +878,6 @@ class LayerBuilder:
         return _LISTED
 
     def rope(self, spec: RopeSpec, head_dim: int) -> Rotations:
-        return _LISTED
-
-    def rotary(self) -> Rotary:
         return _LISTED
 
     def attention(
