@@ -93,6 +93,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "deepstack_visual_indexes": [0],
     },
 }
+ENCODERS["Qwen3VLMoe"] = ENCODERS["Qwen3VL"]
 
 
 def tiny_config(family: str, **options: Any) -> Any:

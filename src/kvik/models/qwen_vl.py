@@ -9,7 +9,7 @@ from functools import partial
 
 from kvik.models.decoder import PreNormLayer, text_decoder
 from kvik.models.llama import QWEN2
-from kvik.models.qwen3 import QWEN3, Qwen3Attention
+from kvik.models.qwen3 import QWEN3, QWEN3_MOE, Qwen3Attention
 from kvik.spec.fields import Fields
 from kvik.spec.layers import LayerSpec, switched_layers
 
@@ -22,6 +22,19 @@ QWEN3_VL = replace(
     inside="text_config",
     defaults={"rope_theta": 5e5},
     gguf=None,
+)
+
+
+QWEN3_VL_MOE = replace(
+    QWEN3_MOE,
+    name="Qwen3VLMoeForConditionalGeneration",
+    model_type="qwen3_vl_moe",
+    models="Qwen3-VL, with experts, text alone",
+    make=QWEN3_VL.make,
+    inside="text_config",
+    defaults={"num_key_value_heads": 16, "rope_theta": 5e5, "norm_topk_prob": True},
+    gguf=None,
+    gguf_implied=None,
 )
 
 
