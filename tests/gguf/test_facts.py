@@ -99,7 +99,12 @@ def test_facts_from_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "expected"),
-    [("qwen2", "Qwen2ForCausalLM"), ("qwen3", "Qwen3ForCausalLM")],
+    [
+        ("qwen2", "Qwen2ForCausalLM"),
+        ("qwen2vl", "Qwen2ForCausalLM"),  # the text model of one that reads images
+        ("qwen3", "Qwen3ForCausalLM"),
+        ("qwen3vl", "Qwen3ForCausalLM"),
+    ],
 )
 def test_qwen(tmp_path: Path, architecture: str, expected: str) -> None:
     size = {
@@ -109,7 +114,8 @@ def test_qwen(tmp_path: Path, architecture: str, expected: str) -> None:
     path = llama_file(tmp_path / "m.gguf", architecture=architecture, values=size)
     spec = spec_of(path)
     assert spec.architecture == expected and spec.head_dim == 16
-    assert spec.qk_norm == (architecture == "qwen3") and spec.qkv_bias == (architecture == "qwen2")
+    is_third = "qwen3" in architecture
+    assert spec.qk_norm == is_third and spec.qkv_bias == (not is_third)
     assert spec.windows == (None,)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,28 @@ def by_llama_cpp(path: Path, ids: list[int]) -> Tensor:
     lib.llama_free(context)
     lib.llama_model_free(model)
     return torch.from_numpy(logits)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "family"), [("qwen2vl", "Qwen2"), ("qwen3vl", "Qwen3"), ("qwen3vlmoe", "Qwen3Moe")]
+)
+def test_the_text_model_of_one_that_reads_images(name: str, family: str, tmp_path: Path) -> None:
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    more = {**experts, "norm_topk_prob": True} if family == "Qwen3Moe" else {}
+    save_tiny(tmp_path, family, **HEAD, **more)
+    spec, path = read_model_spec(tmp_path), tmp_path / "m.gguf"
+    metadata = {**model_metadata(spec, "tiny", "F32"), "tokenizer.ggml.model": "none"}
+    text = str(metadata["general.architecture"])
+    metadata = {re.sub(rf"^{text}\.", f"{name}.", key): value for key, value in metadata.items()}
+    sections = [3, 3, 2, 0]  # pairs of a head of 16 in time, height and width
+    metadata |= {"general.architecture": name, f"{name}.rope.dimension_sections": sections}
+    metadata[f"{name}.n_deepstack_layers"] = 0
+    write_gguf(path, metadata, gguf_tensors(open_checkpoint(tmp_path), spec, "F32"))
+    ids = tokens(20)
+    expected = PagedModel(path).step({0: ids})[0]
+    assert (PagedModel(tmp_path).step({0: ids})[0] - expected).abs().max() < 1e-5
+    assert float((by_llama_cpp(path, ids) - expected).abs().max()) < 1e-3
 
 
 @pytest.mark.nightly

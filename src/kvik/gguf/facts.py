@@ -7,7 +7,6 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from math import prod
 
 from kvik.core.sampling_params import PARAMETERS
@@ -165,10 +164,16 @@ def _gate_and_up(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTenso
         yield name.replace("gate_up_proj", part), half
 
 
+# `general.architecture` of models that read images -> that of their text model, which such files
+# hold: the encoder has a file of its own.
+TEXT_MODELS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
 # `general.architecture` -> architectures of config.json. Mistral is "llama" in GGUF.
 GGUF_FAMILIES: Mapping[str, tuple[Architecture, ...]] = {
-    name: tuple(row for row in ARCHITECTURES.values() if name in (row.gguf, row.gguf_experts))
-    for name in chain.from_iterable((row.gguf, row.gguf_experts) for row in ARCHITECTURES.values())
+    name: tuple(row for row in ARCHITECTURES.values() if text in (row.gguf, row.gguf_experts))
+    for name, text in (
+        *((name, name) for row in ARCHITECTURES.values() for name in (row.gguf, row.gguf_experts)),
+        *TEXT_MODELS.items(),
+    )
     if name
 }
 POOLINGS = {1: "mean", 2: "cls", 3: "last"}  # `pooling_type` of models that were trained to embed
