@@ -57,7 +57,7 @@ def test_options_that_contradict_the_method_are_named(options, field) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "methods"),
     [
-        ("quantization", "int8", {"draft_model"}),
+        ("quantization", "int8", {"draft_model", "assistant"}),
         ("ngram_min", 2, {"ngram"}),
         ("ngram_max", 3, {"ngram"}),
         ("shared", True, {"suffix"}),

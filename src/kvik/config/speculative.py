@@ -7,7 +7,7 @@ One JSON object (`speculative_config`) holds all options; the flags `spec_method
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvik.config.draft_heads import HeadsSpec
@@ -36,8 +36,8 @@ DRAWING_METHODS = (*CACHING_METHODS, ASSISTANT)
 ALONE_METHODS = (EAGLE3, MTP, ASSISTANT)  # need one process with all layers
 METHODS = (*MODEL_METHODS, *OWN_METHODS, OFF)
 # Facts of the options that apply to one method only.
-DRAFT_MODEL_ALONE, NGRAM_ALONE, SUFFIX_ALONE = (
-    {"methods": (method,)} for method in ("draft_model", "ngram", "suffix")
+MODELS_ALONE, NGRAM_ALONE, SUFFIX_ALONE = (
+    {"methods": methods} for methods in (("draft_model", ASSISTANT), ("ngram",), ("suffix",))
 )
 MAX_DRAFT_TOKENS = 64  # of a request in a step
 MAX_NGRAM = 32
@@ -76,7 +76,7 @@ class SpeculativeConfig:
         "fewer drafts for requests whose drafts fail, none while they would cost time",
     )
     quantization: str = option(
-        "none", OneOf(tuple(SCHEMES)), "of the draft model's weights.", DRAFT_MODEL_ALONE
+        "none", OneOf(tuple(SCHEMES)), "of the draft model's weights.", MODELS_ALONE
     )
     ngram_min: int = option(
         1, Integer(1, MAX_NGRAM), "fewest tokens at the end of a text to look up.", NGRAM_ALONE
@@ -207,6 +207,8 @@ def merge_speculation(
             idle.pop(key, None)
             idle[key] = name
     options = SpeculativeConfig(**values)
+    if options.method == MTP and options.model:  # other engines' name of it
+        options = replace(options, method=ASSISTANT)
     if "method" not in values and idle:
         text = f"must be one of {', '.join(METHODS)} beside {', '.join(idle.values())}"
         raise ConfigError("spec_method", f"{text}; it is not given")

@@ -51,6 +51,17 @@ def test_forks_share_its_keys(saved, monkeypatch):
         assert found == assistant.drafts(text, len(found))
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_and_by_the_name_of_other_engines(saved, quantization):
+    root, _ = saved
+    drafting = {"method": "mtp", "model": str(root / "head"), "quantization": quantization}
+    greedy = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    with LLM(**options(root, speculative_config=drafting)) as llm:
+        assert llm.resolved.speculation.method == "assistant"
+        llm.generate(head_prompts(), greedy)
+        assert llm.stats().speculation.drafts.accepted
+
+
 def test_assistants_that_it_refuses(saved, tmp_path):
     root, _ = saved
     stored = json.loads((root / "head" / "config.json").read_text())

@@ -200,9 +200,15 @@ def _assistant(parts: DrafterParts) -> Drafter:
     spec, model = chosen.source.spec, target.model
     assert spec is not None and isinstance(model, Decoder)
     groups = tuple(map(_before_newest, config.cache.groups))
-    path = Path(chosen.source.path)
     network = load_network(
-        config, parts.platform, spec, path, groups, "none", drafts=True, kv=target.kv
+        config,
+        parts.platform,
+        spec,
+        Path(chosen.source.path),
+        groups,
+        chosen.quantization,
+        drafts=True,
+        kv=target.kv,
     )
     assistant = network.model
     assert isinstance(assistant, Gemma4Assistant)
