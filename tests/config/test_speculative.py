@@ -57,10 +57,10 @@ def test_options_that_contradict_the_method_are_named(options, field) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "methods"),
     [
-        ("quantization", "int8", {"draft_model", "assistant"}),
-        ("ngram_min", 2, {"ngram"}),
-        ("ngram_max", 3, {"ngram"}),
-        ("shared", True, {"suffix"}),
+        ("quantization", "int8", ("draft_model", "assistant")),
+        ("ngram_min", 2, ("ngram",)),
+        ("ngram_max", 3, ("ngram",)),
+        ("shared", True, ("suffix",)),
         ("adaptive", False, set(METHODS[:-1])),
         ("typical_acceptance", True, set(METHODS[:-1])),
     ],
