@@ -255,3 +255,15 @@ def check_drafts_of_head(
     assert sum(map(len, noted.values())) > 50
     for text, found in noted.items():
         assert found == head.drafts(text, len(found))
+
+
+def check_drafts_of_forks(
+    head: DefinedHead, noted: Mapping[tuple[int, ...], list[int]], options: Mapping[str, Any]
+) -> None:
+    """Like `check_drafts_of_head` for siblings, which all run together."""
+    siblings = SamplingParams(temperature=0.0, n=3, max_tokens=9, ignore_eos=True)
+    with LLM(**options) as llm:
+        llm.generate(head_prompts(), siblings)
+    assert noted
+    for text, found in noted.items():
+        assert found == head.drafts(text, len(found))

@@ -261,10 +261,9 @@ class EngineClient:
             check_new_adapter(self.config, name)
             adapter = await asyncio.to_thread(read_adapter, name, path)
             adapters, starts = (*self.config.runner.adapters, adapter), self.num_starts
-            for links in (self.links, ()):  # ready before and afterwards
-                if starts != self.num_starts or not self._all_ready:
-                    raise UnavailableError("engine", self.reason or "a replica is not ready")
-                await asyncio.gather(*(link.set_adapters(adapters) for link in links))
+            self._check_ready(starts)
+            await asyncio.gather(*(link.set_adapters(adapters) for link in self.links))
+            self._check_ready(starts)
             self._choose_from(adapters)
 
     async def unload_adapter(self, name: str) -> None:
@@ -277,12 +276,14 @@ class EngineClient:
             adapters = without_adapter(self.config, name)
             self._choose_from(adapters)
             # An engine that does not answer does so at the next change.
-            told = (link.set_adapters(adapters) for link in self.links)
-            await asyncio.gather(*told, return_exceptions=True)
+            changes = (link.set_adapters(adapters) for link in self.links)
+            await asyncio.gather(*changes, return_exceptions=True)
 
-    @property
-    def _all_ready(self) -> bool:
-        return all(link.state is EngineState.READY for link in self.links)
+    def _check_ready(self, starts: int) -> None:
+        """Raise UnavailableError unless all engines are ready, and none has started since."""
+        all_ready = all(link.state is EngineState.READY for link in self.links)
+        if starts != self.num_starts or not all_ready:
+            raise UnavailableError("engine", self.reason or "a replica is not ready")
 
     def _choose_from(self, adapters: tuple[Adapter, ...]) -> None:
         self.config = self.config.with_adapters(adapters)

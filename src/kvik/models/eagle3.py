@@ -4,10 +4,11 @@ model at three depths, and then from its own."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvik.models.decoder import QKV, layer_norms
-from kvik.spec.declare import ALL, ForwardContext, LayerBuilder, OutputRows
+from kvik.spec.declare import ALL, DeclaredTable, ForwardContext, LayerBuilder
 from kvik.spec.model import ModelFacts
 
 if TYPE_CHECKING:
@@ -17,6 +18,17 @@ if TYPE_CHECKING:
 # normalised.
 PLAIN, NORMED = WIRINGS = ("EAGLE-3", "EAGLE-3, norm before residual")
 TAPS = 3  # residual streams of the model
+
+
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    """The shape of a head without an embedding, for `LayerBuilder.lm_head`."""
+
+    table: DeclaredTable
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.table.rows, self.table.width
 
 
 class Eagle3Head:
@@ -47,7 +59,8 @@ class Eagle3Head:
         self.mlp_norm = norm("post_attention_layernorm")
         self.mlp = block.at("mlp").gated_mlp(hidden, spec.inner(layer), bias=spec.mlp_bias)
         self.norm = builder.rms_norm("norm", hidden, spec.norm_eps)
-        self.lm_head = builder.lm_head("lm_head", OutputRows(spec.vocab_size, hidden))
+        table = DeclaredTable("embedding", "", spec.vocab_size, hidden)
+        self.lm_head = builder.lm_head("lm_head", _Outputs(table))
         self.ropes = [builder.rope(rope, width) for rope, width in spec.rotations]
         builder.ignore("embed_tokens.weight", "d2t", "t2d")
         self.normed = spec.wiring == NORMED

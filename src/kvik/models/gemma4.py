@@ -20,12 +20,10 @@ from kvik.errors import shown
 from kvik.models.decoder import Decoder
 from kvik.models.gemma import GEGLU, GGUF_NAMES, gemma_scales, softcap
 from kvik.spec.declare import (
-    ALL,
     Architecture,
     ExpertNames,
     ForwardContext,
     LayerBuilder,
-    OutputRows,
     gguf_experts,
 )
 from kvik.spec.experts import SWITCH, ExpertsSpec, Router, expert_count
@@ -174,7 +172,7 @@ class Gemma4(Decoder):
         return None if self.inputs is None else self.inputs(ids, x, ctx)
 
 
-class Gemma4Assistant:
+class Gemma4Assistant(Decoder):
     """A small model that drafts the next tokens of another Gemma 4, whose keys and values it reads:
     each layer has only queries, for those of the model's last layer of its kind.
 
@@ -187,65 +185,37 @@ class Gemma4Assistant:
 
     Attributes:
         inputs: [rows, 2 * width], which the worker allocates.
-        embed: ids [rows] -> [rows, width], of the model.
+        embed_target: ids [rows] -> [rows, width], of the model.
     """
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:
+        """
+        Args:
+            spec: its `embedding_size` is the width of the model.
+        """
         hidden, self.width = spec.hidden_size, spec.embedding_size
         self.join = builder.linear("pre_projection", 2 * self.width, hidden, bias=False)
         self.project = builder.linear("post_projection", hidden, self.width, bias=False)
-        trunk = builder.at("model")
-        self.ropes = [builder.rope(rope, width) for rope, width in spec.rotations]
-        self.turned = [
-            None if pair is None else spec.rotations.index(pair)
-            for pair in map(spec.rotation, spec.layers)
-        ]
-        self.layers = [
-            Gemma4Layer(spec, trunk.at("layers").at(layer), layer)
-            for layer in range(spec.num_layers)
-        ]
-        self.norm = trunk.rms_norm("norm", hidden, spec.norm_eps)
-        self.lm_head = trunk.lm_head("embed_tokens", OutputRows(spec.vocab_size, hidden))
-        builder.ignore("lm_head.weight")
         builder.skip("masked_embedding")
+        scales = replace(spec.scales, logits_cap=None)
+        spec = replace(spec, embedding_size=hidden, scales=scales)
+        super().__init__(spec, builder, Gemma4Layer, scopes=("model",))
         self.inputs: Tensor | None = None
-        self.embed: Callable[[Tensor], Tensor] | None = None
+        self.embed_target: Callable[[Tensor], Tensor] | None = None
 
     def read(self, ids: Tensor, hidden: Tensor) -> None:
         """Set the inputs of the next forward: ids [rows], hidden [rows, width]."""
-        assert self.inputs is not None and self.embed is not None
-        self.inputs[: len(ids), : self.width].copy_(self.embed(ids))
+        assert self.inputs is not None and self.embed_target is not None
+        self.inputs[: len(ids), : self.width].copy_(self.embed_target(ids))
         self.inputs[: len(ids), self.width :].copy_(hidden)
 
-    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """ids [rows], which only give their number -> hidden [rows, hidden]."""
-        return self.leave(self.blocks(self.enter(ids, ctx), ctx))
-
     def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """ids [rows] -> [rows, hidden]."""
+        """ids [rows], which only give their number -> [rows, hidden]."""
         assert self.inputs is not None
         return self.join(self.inputs[: len(ids)], ctx)
 
-    def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor | None:
-        return None
 
-    def blocks(self, x: Tensor, ctx: ForwardContext, span: slice = ALL) -> Tensor:
-        """Take x [rows, hidden] through the layers."""
-        rotations = [rope.at(ctx.positions) for rope in self.ropes]
-        for layer, rope in zip(self.layers, self.turned, strict=True):
-            x = layer(x, None if rope is None else rotations[rope], ctx)
-        return x
-
-    def leave(self, x: Tensor) -> Tensor:
-        """x [rows, hidden] after the layers -> normalised."""
-        return self.norm(x)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> [rows, vocab] fp32."""
-        return self.lm_head(hidden)
-
-
-def gemma4(spec: ModelFacts, builder: LayerBuilder) -> Gemma4 | Gemma4Assistant:
+def gemma4(spec: ModelFacts, builder: LayerBuilder) -> Decoder:
     return (Gemma4Assistant if spec.wiring == ASSISTANT else Gemma4)(spec, builder)
 
 

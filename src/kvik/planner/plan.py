@@ -439,20 +439,16 @@ def draft_source(name: str | None, shape: ModelShape) -> DraftSource:
     if name == MTP:
         return OWN_HEAD
     folder = Path(name).expanduser()
-    if os.path.isfile(folder / CONFIG):
-        values = read_json(folder / CONFIG)
-        kind = MEDUSA if "medusa_num_heads" in values else values.get("model_type")
-        if kind in KINDS:
-            try:
-                heads = heads_for(folder, kind, shape.hidden_size, shape.vocab_size)
-            except ModelError as error:
-                raise ModelError("draft", error.message) from None
-            return DraftSource(name, heads=heads)
+    values = read_json(folder / CONFIG) if os.path.isfile(folder / CONFIG) else {}
+    kind = MEDUSA if "medusa_num_heads" in values else values.get("model_type")
     try:
-        if os.path.isfile(folder / CONFIG) and is_eagle3(values):
+        if kind in KINDS:
+            heads = heads_for(folder, kind, shape.hidden_size, shape.vocab_size)
+            return DraftSource(name, heads=heads)
+        if is_eagle3(values):
             head, taps = eagle3_facts(folder, shape.like)
             return DraftSource(name, head, taps=taps)
-        if os.path.isfile(folder / CONFIG) and is_assistant(values):
+        if is_assistant(values):
             return DraftSource(name, assistant_facts(folder, shape.like))
         return DraftSource(name, read_shape(name).spec)
     except ModelError as error:

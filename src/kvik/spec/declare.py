@@ -548,22 +548,6 @@ class DeclaredTable:
 
 
 @dataclass(frozen=True, slots=True)
-class OutputRows:
-    """The shape of a head without an embedding, for `LayerBuilder.lm_head`."""
-
-    rows: int
-    width: int
-
-    @property
-    def table(self) -> DeclaredTable:
-        return DeclaredTable("embedding", "", self.rows, self.width)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.rows, self.width
-
-
-@dataclass(frozen=True, slots=True)
 class DeclaredOther:
     """Parameters of a layer that are neither a matrix nor a norm: of a convolution, the correction
     of a router, the sinks of attention.

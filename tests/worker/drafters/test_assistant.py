@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 from helpers.assistants import Assistant, save_assistant
-from helpers.drafters import HEAD_WAYS, check_drafts_of_head, head_prompts, note_drafts
+from helpers.drafters import (
+    HEAD_WAYS,
+    check_drafts_of_forks,
+    check_drafts_of_head,
+    head_prompts,
+    note_drafts,
+)
 
 from kvik import LLM, SamplingParams
 from kvik.config.model_source import BUNDLED
@@ -43,12 +49,7 @@ def test_drafts_are_those_of_the_definition(way, saved, monkeypatch):
 
 def test_forks_share_its_keys(saved, monkeypatch):
     (root, assistant), noted = saved, note_drafts(monkeypatch, "assistant")
-    siblings = SamplingParams(temperature=0.0, n=3, max_tokens=9, ignore_eos=True)
-    with LLM(**options(root, max_num_seqs=24)) as llm:  # all siblings run together
-        llm.generate(head_prompts(), siblings)
-    assert noted
-    for text, found in noted.items():
-        assert found == assistant.drafts(text, len(found))
+    check_drafts_of_forks(assistant, noted, options(root, max_num_seqs=24))
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.drafters import HEAD_WAYS, check_drafts_of_head, head_prompts, note_drafts
+from helpers.drafters import (
+    HEAD_WAYS,
+    check_drafts_of_forks,
+    check_drafts_of_head,
+    head_prompts,
+    note_drafts,
+)
 from helpers.eagle3 import DRAFTED, LAYERS, Eagle3, save_eagle3
 from safetensors.torch import save_file
 
@@ -43,12 +49,7 @@ def test_drafts_are_those_of_the_definition(way, saved, monkeypatch):
 
 def test_forks_copy_its_keys(saved, monkeypatch):
     (root, head), noted = saved, note_drafts(monkeypatch, "eagle3")
-    siblings = SamplingParams(temperature=0.0, n=3, max_tokens=9, ignore_eos=True)
-    with LLM(**options(root, max_num_seqs=24)) as llm:  # all siblings run together
-        llm.generate(head_prompts(), siblings)
-    assert noted
-    for text, found in noted.items():
-        assert found == head.drafts(text, len(found))
+    check_drafts_of_forks(head, noted, options(root, max_num_seqs=24))
 
 
 def test_another_form_of_the_same_files(saved, tmp_path, monkeypatch):

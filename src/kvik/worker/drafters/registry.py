@@ -212,7 +212,7 @@ def _assistant(parts: DrafterParts) -> Drafter:
     )
     assistant = network.model
     assert isinstance(assistant, Gemma4Assistant)
-    assistant.inputs, assistant.embed = _inputs(parts, 2), model.embed
+    assistant.inputs, assistant.embed_target = _inputs(parts, 2), model.embed
     return AssistantDrafter(
         assistant,
         *parts.steps(network, spec, _sizes(parts)),
