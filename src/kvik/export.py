@@ -91,7 +91,7 @@ def plan_export(path: Path, type: str, adapter: Path | None = None) -> Export:
     }
     checkpoint: Checkpoint = open_weights(path)
     if adapter is not None:
-        checkpoint = merged(checkpoint, adapter)
+        checkpoint = merged(checkpoint, adapter, spec)
     tensors = gguf_tensors(checkpoint, spec, type)
     _check(spec, checkpoint)
     return Export(metadata, tensors)

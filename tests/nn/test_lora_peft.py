@@ -7,15 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_families import ALL
 from helpers.tiny_models import GREEDY, greedy_and_scores, save_tiny, tokens
 from transformers import AutoModelForCausalLM
 
 from kvik import LLM
+from kvik.model_files import model_files
+from kvik.nn.checkpoint import Selection, open_checkpoint
+from kvik.nn.lora import merged
 
 pytestmark = [
     pytest.mark.nightly,
     # PEFT uses names of transformers that will change, and says what it saves.
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore:The following .* keys did not match"),  # of parameters
 ]
 peft = pytest.importorskip("peft")
 
@@ -34,6 +39,57 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("Qwen2", {"target_modules": ["q_proj", "v_proj"], "bias": "all"}),
 ]
 MERGED_ONLY = {"lm_head", "embed_tokens"}
+BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+MOE_PATTERNS = {
+    "alpha_pattern": {"gate_up_proj": 3, "down_proj": 9, "gate.weight": 20},
+    "rank_pattern": {"gate_up_proj": 2, "layers.1.mlp.experts.down_proj": 6},
+}
+# Parameters of stacked experts and routers, which transformers stores under other names.
+STACKED: list[tuple[str, dict[str, Any]]] = [
+    ("Mixtral", {"target_modules": ["q_proj"], "target_parameters": [*BOTH, "mlp.gate.weight"]}),
+    ("Mixtral", {"target_parameters": [*BOTH, "mlp.gate.weight"], **MOE_PATTERNS}),
+    ("Qwen3Moe", {"target_parameters": BOTH, "use_rslora": True}),
+    ("Qwen3Moe", {"target_parameters": BOTH[1:], **MOE_PATTERNS}),
+    ("GptOss", {"target_parameters": [*BOTH, "mlp.router.weight"], **MOE_PATTERNS}),
+    ("GptOss", {"target_parameters": BOTH[:1]}),
+    ("Llama4", {"target_parameters": [name.replace("mlp", "feed_forward") for name in BOTH]}),
+]
+SIZES = {"Llama4": {"intermediate_size": 48}}  # a square stack would be ambiguous
+
+
+def adapt(folder: Path, model: Any, config: dict[str, Any]) -> Path:
+    """Write an adapter of a model, and the merged model, and return the adapter's folder."""
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, lora_alpha=7, init_lora_weights="gaussian", **config)
+    )
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad and "lora_A" not in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    adapted.save_pretrained(folder / "adapter")
+    adapted.merge_and_unload().save_pretrained(folder / "merged")
+    return folder / "adapter"
+
+
+@pytest.mark.parametrize(("family", "config"), STACKED)
+def test_the_weights_are_those_that_peft_merges(
+    family: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    save_tiny(tmp_path / "model", family, **{**ALL[family], **SIZES.get(family, {})})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    adapter = adapt(tmp_path, model, {"target_modules": [], **config})
+    spec = model_files(tmp_path / "model").spec()
+    plain, right = (open_checkpoint(tmp_path / name) for name in ("model", "merged"))
+    runs = {name: Selection(False) for name in plain.entries}
+    before = {run.name: run.values.clone() for run in plain.runs(runs)}
+    expected = {run.name: run.values.clone() for run in right.runs(runs)}
+    changed = {name for name, values in expected.items() if not torch.equal(values, before[name])}
+    assert any("expert" in name for name in changed)
+    made = merged(plain, adapter, spec)
+    assert made.changes.keys() == changed
+    for run in made.runs(runs):
+        torch.testing.assert_close(run.values, expected[run.name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("family", "config"), CASES)
@@ -43,15 +99,7 @@ def test_the_answers_are_those_of_the_model_that_peft_merges(
     torch.manual_seed(0)
     save_tiny(tmp_path / "model", family)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    adapted = peft.get_peft_model(
-        model, peft.LoraConfig(r=4, lora_alpha=7, init_lora_weights="gaussian", **config)
-    )
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if parameter.requires_grad and "lora_A" not in name:
-                parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    adapted.save_pretrained(tmp_path / "adapter")
-    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    adapt(tmp_path, model, config)
     expected, scores = greedy_and_scores(tmp_path / "merged", dtype="float32")
     plain, _ = greedy_and_scores(tmp_path / "model", dtype="float32")
     found, found_scores = greedy_and_scores(

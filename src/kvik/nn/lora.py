@@ -13,9 +13,11 @@ the rank as its inner size. Their kernels are those of mixtures of experts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import chain
 from math import sqrt
 from pathlib import Path
 
@@ -26,22 +28,23 @@ from kvik.errors import NOTES_LOG, ModelError, shown
 from kvik.files import ADAPTER_FILES
 from kvik.kernels.ops import Ops
 from kvik.kernels.weights import ExpertSet, Matrix, MatrixSpec, float_kind, float_weight
-from kvik.nn.checkpoint import (
-    ROW_MULTIPLE,
-    Checkpoint,
-    Selection,
-    TensorRun,
-)
+from kvik.models.model_spec import ModelSpec
+from kvik.nn.checkpoint import ROW_MULTIPLE, Checkpoint, Selection, TensorRun
 from kvik.nn.formats.base import LinearShape
 from kvik.nn.layers import Adapters
 from kvik.nn.safetensors import FLOATS, Stored, TensorEntry, read_header
 from kvik.spec.adapters import TENSOR_NAME, Adapter, in_block
+from kvik.spec.declare import SEPARATE, DeclaredLinear, stored_names
 from kvik.spec.fields import Fields, read_json
 from kvik.spec.stored_weights import Matcher, PatternError
 
 ADAPTER, WEIGHTS = ADAPTER_FILES
 MAX_ALPHA = 1e6
 TRANSPOSED = "fan_in_fan_out"
+TARGETS = "target_parameters"  # ends of the names of parameters that PEFT adapts as such
+INNER = ".base_layer"  # the module of which PEFT wraps another parameter too
+EXPERTS, ROUTERS = "experts", ("gate", "router")  # modules of transformers
+KEPT = 4  # tensors of an adapter in memory: of all first and all last matrices of a layer's experts
 # Kinds of initial values for which the weights of the model stay unchanged; others, such as PiSSA,
 # take a part out of them.
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -52,7 +55,7 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "init_lora_weights": PLAIN_STARTS,
     **dict.fromkeys(
         (
-            *("use_dora", "lora_bias", "layer_replication", "target_parameters"),
+            *("use_dora", "lora_bias", "layer_replication"),
             *("trainable_token_indices", "alora_invocation_tokens", "use_qalora", "use_bdlora"),
             "arrow_config",
         ),
@@ -63,33 +66,50 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What is added to a weight [outputs, inputs]: scale * b @ a. The files are read when a matrix
-    is used, so that adapters are never in memory twice.
+    """What is added to a weight: scale * b @ a. The files are read when a matrix is used.
 
     Attributes:
-        a: [rank, inputs].
-        b: [outputs, rank].
-        turned: both are stored transposed.
+        alpha, by_root: the scale is alpha over the rank, or over its root.
+        a, b: [rank, inputs] and [outputs, rank]; for all experts of a layer, as PEFT stores them,
+            [experts * rank, inputs] and [outputs, rank * experts].
+        turned: the product is transposed.
+        expert: whose product it is, and the number of experts whose products are stored together.
+        span: first and end of the product's rows, which are added to the weight; None: all.
+        read: keeps the latest tensors in memory, since many experts read the same ones.
     """
 
     a: Stored
     b: Stored
-    scale: float
+    alpha: float
+    by_root: bool
     turned: bool = False
+    expert: tuple[int, int] = (0, 1)
+    span: tuple[int, int] | None = None
+    read: Callable[[Stored], Tensor] = Stored.read
 
     @property
     def shape(self) -> tuple[int, int]:
         """Of the weight."""
-        return self.b.entry.shape[self.turned], self.a.entry.shape[not self.turned]
+        sizes = self.b.entry.shape[0], self.a.entry.shape[1]
+        rows, inputs = sizes[::-1] if self.turned else sizes
+        return rows if self.span is None else self.span[1] - self.span[0], inputs
 
     @property
     def rank(self) -> int:
-        return self.a.entry.shape[self.turned]
+        return self.a.entry.shape[0] // self.expert[1]
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (sqrt(self.rank) if self.by_root else self.rank)
 
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """Return a and b, in the dtypes of the file."""
-        a, b = self.a.read(), self.b.read()
-        return (a.t(), b.t()) if self.turned else (a, b)
+        """Return A [rank, inputs] and B [rows, rank] of the weight, in the dtypes of the file."""
+        expert, count = self.expert
+        a = self.read(self.a).unflatten(0, (count, -1))[expert]
+        b = self.read(self.b)[:, expert::count]
+        if self.turned:
+            a, b = b.t(), a.t()
+        return a, b if self.span is None else b[slice(*self.span)]
 
     def rows(self, first: int, count: int) -> Tensor:
         """Return rows first.. of the product, [count, inputs] fp32.
@@ -98,7 +118,7 @@ class LowRank:
         """
         start, end = first // ROW_MULTIPLE * ROW_MULTIPLE, first + count
         a, b = (matrix.float() for matrix in self.matrices())
-        b *= self.scale
+        b = b * self.scale
         tiles = [b[i : i + ROW_MULTIPLE] @ a for i in range(start, end, ROW_MULTIPLE)]
         return torch.cat(tiles)[first - start : end - start]
 
@@ -161,8 +181,11 @@ class MergedCheckpoint:
             yield merged
 
 
-def merged(base: Checkpoint, folder: Path) -> MergedCheckpoint:
+def merged(base: Checkpoint, folder: Path, spec: ModelSpec) -> MergedCheckpoint:
     """Return a checkpoint with the adapter of a folder merged into it.
+
+    Args:
+        spec: of the model.
 
     Raises:
         ModelError: it is not a LoRA adapter, asks for more than sums and whole tensors, or does not
@@ -171,20 +194,112 @@ def merged(base: Checkpoint, folder: Path) -> MergedCheckpoint:
     config = _config(folder)
     if (value := config.raw(TRANSPOSED)) not in NOTHING:
         raise config.error(TRANSPOSED, f"cannot be merged: must be left out, not {shown(value)}")
-    changes, entries = _read(folder, config), base.entries
-    shapes = [(name, change.shape) for name, made in changes.items() for change in made]
-    for name, shape in shapes:
-        entry = entries.get(name)
-        if entry is None:
-            raise ModelError(WEIGHTS, f"adapts {shown(name)}, which the model does not have")
-        if entry.dtype not in FLOATS:
-            reason = f"adapts {shown(name)}, which is stored quantised: take the model in floats"
-            raise ModelError(WEIGHTS, reason)
-        _check_shape(name, shape, entry.shape)
+    entries = base.entries
+    place = partial(_placed, spec=spec, known=entries, older=_is_older(config))
+    changes: dict[str, list[Change]] = {}
+    for stored_name, made in _read(folder, config).items():
+        for name, change in chain(*(place(stored_name, change) for change in made)):
+            entry, layer = entries.get(name), name.removesuffix("weight")
+            if entry is None and not any(other.startswith(layer) for other in entries):
+                raise ModelError(WEIGHTS, f"adapts {shown(name)}, which the model does not have")
+            if entry is None or entry.dtype not in FLOATS:
+                reason = "which is stored quantised: take the model in floats"
+                raise ModelError(WEIGHTS, f"adapts {shown(name)}, {reason}")
+            _check_shape(name, change.shape, entry.shape)
+            changes.setdefault(name, []).append(change)
     note = "the adapter of %d tensors in %s is merged; it was trained for %s"
     trained_for = config.raw("base_model_name_or_path") or "a model it does not name"
     logging.getLogger(NOTES_LOG).info(note, len(changes), folder.name, trained_for)
     return MergedCheckpoint(base, changes)
+
+
+def _placed(
+    name: str, change: Change, spec: ModelSpec, known: Collection[str], older: bool
+) -> Iterator[tuple[str, Change]]:
+    """Yield what a change does to tensors of the checkpoint, by their names.
+
+    An adapter may have names of transformers' modules where the checkpoint has others: of all
+    experts of a block, which PEFT adapts by stacked matrices, and of its router.
+
+    Args:
+        known: names of tensors.
+        older: see `_is_older`.
+
+    Raises:
+        ModelError: a product for experts does not fit them.
+    """
+    layer = name.removesuffix(".weight").replace(INNER, "")
+    block = in_block(layer)
+    if name in known or isinstance(change, Whole) or block == layer:
+        yield name, change
+        return
+    linears = spec.declaration.of_block(int(block.split(".")[1]))
+    leaf = layer.rpartition(".")[2]
+    routed = [linear for linear in linears if linear.router is not None]
+    scopes = (in_block(linear.names[0]).startswith(f"{block}.") for linear in routed)
+    if (routed and leaf == EXPERTS) or any(scopes):
+        if spec.wiring == SEPARATE:
+            reason = "whose matrices GGUF files divide: take the model as safetensors"
+            raise ModelError(WEIGHTS, f"adapts {shown(layer)}, {reason}")
+        for of_expert, part in _parts(layer, change, routed, older):
+            yield _stored(of_expert, known), part
+        return
+    routers = (linear.names[0] for linear in linears if linear.role == "router")
+    yield _stored(next(routers, layer), known) if leaf in ROUTERS else name, change
+
+
+def _stored(layer: str, known: Collection[str]) -> str:
+    """Return the name of the weight of a declared layer in a checkpoint."""
+    names = [f"{stored}.weight" for stored in stored_names(layer)]
+    return next((name for name in names if name in known), names[0])
+
+
+def _parts(
+    name: str, product: LowRank, routed: Sequence[DeclaredLinear], older: bool
+) -> Iterator[tuple[str, LowRank]]:
+    """Yield the parts of a product for all experts of a block, by names of their layers.
+
+    PEFT adds it to all of their first matrices or to all of their last ones, and does not say which
+    nor whether it is transposed: the sizes tell, and for square matrices the version.
+
+    Args:
+        routed: the layers of all experts.
+        older: see `_is_older`.
+
+    Raises:
+        ModelError: it fits none of them, or two.
+    """
+    roles = {linear.role: linear for linear in routed}
+    older = older and not routed[0].mixed  # those are [inputs, outputs]
+    for turned in (older, not older):
+        fits = []
+        for role, first in roles.items():
+            assert first.router is not None
+            made = replace(product, expert=(0, first.router.experts), turned=turned)
+            divisible = product.rank % first.router.experts == 0
+            if divisible and made.shape == (sum(first.outputs), first.inputs):
+                fits.append((role, made))
+        if fits:
+            break
+    if len(fits) != 1:
+        sizes = " and ".join(str(list(part.entry.shape)) for part in (product.a, product.b))
+        reason = f"adapts {shown(name)} by matrices {sizes}, which do not fit the experts"
+        raise ModelError(WEIGHTS, reason)
+    ((role, made),) = fits
+    for expert, linear in enumerate(each for each in routed if each.role == role):
+        part, end = replace(made, expert=(expert, made.expert[1])), 0
+        if linear.mixed:  # floats are stored transposed
+            part = replace(part, turned=not made.turned)
+        for of_expert, width in zip(linear.names, linear.outputs, strict=True):
+            first_row, end = end, end + width
+            rows = None if len(linear.names) == 1 else (first_row, end)
+            yield of_expert, replace(part, span=rows)
+
+
+def _is_older(config: Fields) -> bool:
+    """Return whether PEFT, before 0.19, took all stacks of experts to be [inputs, outputs]."""
+    version = config.raw("peft_version")
+    return version is None or str(version).startswith(("0.17.", "0.18."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,6 +489,7 @@ def _read(folder: Path, config: Fields) -> dict[str, list[Change]]:
             raise ModelError(WEIGHTS, reason)
     changes: dict[str, list[Change]] = {}
     pairs: dict[str, dict[str, Stored]] = {}
+    read = lru_cache(KEPT)(Stored.read)
     for entry in entries:
         match, stored = matches[entry.name], Stored(folder / WEIGHTS, entry)
         assert match is not None
@@ -381,36 +497,45 @@ def _read(folder: Path, config: Fields) -> dict[str, list[Change]]:
             changes[f"{match[1]}.{match['whole']}"] = [Whole(stored)]
         else:
             part = match["linear"] or f"embedding {match['embedding']}"
-            pairs.setdefault(match[1], {})[part] = stored
+            pairs.setdefault(match[1] + match["inner"], {})[part] = stored
     if not matches:
         raise ModelError(WEIGHTS, "holds no tensor")
     alphas, by_root = _alphas(config, pairs), config.boolean("use_rslora", False)
     for module, parts in pairs.items():
-        if parts.keys() == {"A", "B"}:
-            product = LowRank(parts["A"], parts["B"], 1.0)
-        elif parts.keys() == {"embedding A", "embedding B"}:
-            # The weight of an embedding is the transposed product, A^T B^T.
-            product = LowRank(parts["embedding B"], parts["embedding A"], 1.0, turned=True)
-        else:
+        if parts.keys() not in ({"A", "B"}, {"embedding A", "embedding B"}):
             raise ModelError(WEIGHTS, f"must have both matrices of {shown(module)}")
-        rank = product.rank
-        if product.b.entry.shape[not product.turned] != rank or rank == 0:
+        (_, a), (_, b) = sorted(parts.items())
+        rank = a.entry.shape[0]
+        if b.entry.shape[1] != rank or rank == 0:
             raise ModelError(WEIGHTS, f"must have both matrices of {shown(module)}, of one rank")
-        scale = alphas[module] / (sqrt(rank) if by_root else rank)
-        changes.setdefault(f"{module}.weight", []).append(replace(product, scale=scale))
+        turned = "A" not in parts  # the weight of an embedding is the transposed product
+        product = LowRank(a, b, alphas[module], by_root, turned, read=read)
+        changes.setdefault(f"{module}.weight", []).append(product)
     return changes
 
 
 def _alphas(config: Fields, modules: Iterable[str]) -> dict[str, float]:
-    """Return alpha of each module: that of the first pattern that its name or its end matches."""
-    modules, matcher = list(modules), Matcher()
-    alphas = dict.fromkeys(modules, config.number("lora_alpha", -MAX_ALPHA, MAX_ALPHA, 8.0))
+    """Return alpha of each module: that of the first pattern that its name or its end matches.
+
+    The name of a module with adapted parameters is that of the parameter. PEFT wraps the first one
+    first, and `down_proj` is the last.
+    """
+    targets = () if config.raw(TARGETS) is None else config.strings(TARGETS)
+    targets = tuple(sorted(targets, key=lambda name: not name.endswith("down_proj")))
+    names = {}
+    for module in modules:
+        outer, depth = module.replace(INNER, ""), module.count(INNER)
+        leaves = {target: f"{outer}.{target.rpartition('.')[2]}" for target in targets}
+        params = [name for target, name in leaves.items() if f".{name}".endswith(f".{target}")]
+        names[module] = params[depth] if depth < len(params) else outer
+    matcher = Matcher()
+    alphas = dict.fromkeys(names, config.number("lora_alpha", -MAX_ALPHA, MAX_ALPHA, 8.0))
     patterns = config.inside("alpha_pattern")
     for pattern in reversed(tuple(config.mapping("alpha_pattern") or ())):
         alpha = patterns.number(pattern, -MAX_ALPHA, MAX_ALPHA)
         try:
-            matching = matcher.matching(rf"(.*\.)?({pattern})$", modules)
+            matching = {*matcher.matching(rf"(.*\.)?({pattern})$", names.values())}
         except PatternError as error:
             raise patterns.error(pattern, str(error)) from None
-        alphas |= dict.fromkeys(matching, alpha)
+        alphas |= {module: alpha for module, name in names.items() if name in matching}
     return alphas

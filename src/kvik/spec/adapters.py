@@ -18,9 +18,9 @@ ADAPTER_NAME = r"[^\0=]{1,256}"
 ADAPTER_RANK = 16  # default of the largest rank
 NO_ADAPTER = -1  # number of the adapter of requests that choose none
 # Names of tensors in an adapter's file: `base_model.model.` is the wrapper of PEFT, and
-# `base_layer` the layer that an adapter wraps.
+# `base_layer` the layer that an adapter wraps, or a module of which it wraps several parameters.
 TENSOR_NAME = re.compile(
-    r"base_model\.model\.(.+?)(?:\.base_layer)?\."
+    r"base_model\.model\.(.+?)(?P<inner>(?:\.base_layer)*)\."
     r"(?:lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB])|(?P<whole>weight|bias))"
 )
 _IN_BLOCK = re.compile(r"[^.]+\.\d+\..+")

@@ -248,7 +248,7 @@ def _checkpoint(path: Path, spec: ModelSpec, lora: str | None) -> Checkpoint:
         ModelError: one of them cannot be used.
     """
     checkpoint = open_weights(path, modules_of(spec))
-    return checkpoint if lora is None else merged(checkpoint, Path(lora))
+    return checkpoint if lora is None else merged(checkpoint, Path(lora), spec)
 
 
 def modules_of(spec: ModelSpec) -> tuple[str, ...]:
