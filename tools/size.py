@@ -25,7 +25,7 @@ BUDGETS = {
     "kvik_bench": 10050,
     "lang": 670,
     "models": 6450,
-    "nn": 6200,
+    "nn": 6300,
     "planner": 6200,
     "quantize": 3350,
     "server": 12250,
