@@ -172,14 +172,20 @@ def test_a_draft_model_is_planned_with_its_cache_and_probabilities(
 
 @pytest.mark.full
 @linux
+@pytest.mark.parametrize("experts", [False, True], ids=["layers", "experts"])
 @pytest.mark.parametrize("kernels", ["auto", pytest.param("torch", marks=pytest.mark.nightly)])
-def test_adapters_are_in_memory_once(kernels: str, tmp_path: Path) -> None:
-    layers = linear_layers(ModelSpec.from_config(SMALL))
+def test_adapters_are_in_memory_once(kernels: str, experts: bool, tmp_path: Path) -> None:
+    config = SMALL
+    if experts:
+        config = {**SMALL, "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+        config |= {"num_hidden_layers": 4, "intermediate_size": 512, "num_experts_per_tok": 4}
+    layers = linear_layers(ModelSpec.from_config(config), experts=experts)
     pairs = draw_pairs(layers, rank=32)
-    folders = {f"a{i}": str(write_adapter(tmp_path / f"a{i}", pairs)) for i in range(150)}
+    count = 100 if experts else 150
+    folders = {f"a{i}": str(write_adapter(tmp_path / f"a{i}", pairs)) for i in range(count)}
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 1024}
     wishes = {"kernels": kernels, "num_blocks": 300, "dtype": "bfloat16", **sizes}
-    found = run(SMALL, tmp_path, adapters=folders, **wishes)
+    found = run(config, tmp_path, adapters=folders, **wishes)
     assert found.weights > 150 * MIB
     assert found.peak <= found.planned <= 1.3 * found.peak
 

@@ -250,9 +250,12 @@ def make_model(name: str, folder: Path) -> dict[str, object]:
         folder: an empty one, for files of the model.
     """
     if name.startswith("adapted "):
-        made = make_model(name.removeprefix("adapted "), folder)
-        layers = linear_layers(resolve_config(EngineConfig(**made)).model)
+        made = make_model(name.removeprefix("adapted ").removesuffix(" experts"), folder)
+        spec = resolve_config(EngineConfig(**made)).model
+        layers = linear_layers(spec)
         some = {layer: size for i, (layer, size) in enumerate(layers.items()) if i % 3}
+        if name.endswith(" experts"):  # those of one adapter are also changed
+            layers |= linear_layers(spec, experts=True)
         adapters = {
             "small": write_adapter(folder / "small", draw_pairs(some, rank=2)),
             "large": write_adapter(folder / "large", draw_pairs(layers, rank=7, seed=1)),

@@ -10,12 +10,14 @@ import pytest
 import torch
 from helpers.adapters import (
     Pairs,
+    adapt_stacks,
     draw_pairs,
     linear_layers,
     write_adapter,
     write_merged,
 )
 from helpers.gguf_models import save_gguf
+from helpers.optional_native import needs_native
 from helpers.tiny_encoders import save_encoder
 from helpers.tiny_families import ALL
 from helpers.tiny_models import save_tiny, tokens
@@ -92,6 +94,92 @@ def test_each_request_gets_the_answer_of_its_merged_model(family: str, tmp_path:
     assert not torch.allclose(expected["all"], expected[""], atol=0.1)
 
 
+# Gate and up in one matrix or in two, interleaved, weighed inputs, without a gate, beside shared.
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        *((family, {}) for family in ("Mixtral", "GptOss", "NemotronH-experts", "DeepseekV3")),
+        *((family, {}) for family in ("GraniteMoe", "Qwen3Moe")),
+        ("Llama4", {"intermediate_size": 48}),
+    ],
+)
+def test_each_request_gets_the_experts_of_its_merged_model(
+    family: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    save_tiny(model, family.partition("-")[0], **{**ALL[family], **sizes})
+    folders, expected = {}, {"": scores(*answers(model, asked()))}
+    kinds = {"both": ("gate_up_proj", "up_proj", "down_proj"), "last": ("down_proj",)}
+    for rank, (name, parameters) in enumerate(kinds.items(), 3):
+        folders[name], merged = adapt_stacks(
+            model, tmp_path, name, parameters=parameters, rank=rank, size=0.2
+        )
+        expected[name] = scores(*answers(merged, asked()))
+    found = answers(model, *map(asked, ("both", "", "last", "both")), adapters=folders)
+    for output, name in zip(found, ("both", "", "last", "both"), strict=True):
+        torch.testing.assert_close(scores(output), expected[name], rtol=1e-3, atol=1e-3)
+    for one, other in (("both", "last"), ("both", ""), ("last", "")):
+        assert not torch.allclose(expected[one], expected[other], atol=0.05)
+
+
+def test_experts_of_one_adapter_take_the_place_of_those_of_another(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    save_tiny(model, "Qwen3Moe", **ALL["Qwen3Moe"])
+    made = [
+        adapt_stacks(model, tmp_path, name, parameters=parameters, rank=rank, size=0.2)[0]
+        for name, parameters, rank in (
+            ("both", ("gate_up_proj", "down_proj"), 4),
+            ("last", ("down_proj",), 3),
+            ("larger", ("down_proj",), 5),
+        )
+    ]
+    options = {"dtype": "float32", "device": "cpu", "threads": 1}
+    (expected,) = answers(model, asked("x"), adapters={"x": made[1]})
+    with LLM(str(model), **options, adapters={"x": made[0]}) as llm:
+        (before,) = llm.generate([tokens(20)], asked("x"))
+        llm.unload_adapter("x")
+        with pytest.raises(ParamError, match="at most 4 fits"):
+            llm.load_adapter("x", made[2])
+        llm.load_adapter("x", made[1])
+        (found,) = llm.generate([tokens(20)], asked("x"))
+    torch.testing.assert_close(scores(found), scores(expected), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(scores(found), scores(before), atol=0.05)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "mxfp4"])
+def test_quantised_experts_stay_as_they_are(quantization: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    save_tiny(model, "GptOss", **ALL["GptOss"])
+    adapter, _ = adapt_stacks(
+        model, tmp_path, "a", parameters=("gate_up_proj", "down_proj"), size=0.2
+    )
+    (expected,) = answers(model, asked(), quantization=quantization)
+    adapted = {"adapters": {"a": adapter}, "quantization": quantization}
+    changed, found = answers(model, asked("a"), asked(), **adapted)
+    torch.testing.assert_close(scores(found), scores(expected), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(scores(changed), scores(expected), atol=0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size: must be 1 with adapters"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: must be 1 with adapters"),
+        ({"max_adapters": 86}, "max_adapters: must be at most 85, not 86"),
+    ],
+)
+@needs_native
+def test_where_experts_cannot_be_changed(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    save_tiny(model, "Qwen3Moe", **ALL["Qwen3Moe"])
+    adapter, _ = adapt_stacks(model, tmp_path, "a", parameters=("down_proj",))
+    with pytest.raises(KvikError, match=message):
+        wishes = {"model": str(model), "device": "cpu", "adapters": (f"a={adapter}",)}
+        resolve_config(EngineConfig(**wishes, **options))
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
     """A model and its two adapters."""
@@ -123,6 +211,32 @@ def test_with_every_way_to_run(
         for key, value in options.items()
     }
     found = answers(model, *made, adapters=adapters, **options)
+    for output, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(scores(output), scores(right), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_parallel_size": 2, "threads": 2, "kernels": "torch"},
+        {"spec_method": "draft_model", "spec_model": "{model}"},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_experts_with_every_way_to_run(
+    options: dict[str, Any], tmp_path: Path, forked: None
+) -> None:
+    model = tmp_path / "model"
+    save_tiny(model, "Qwen3Moe", **ALL["Qwen3Moe"])
+    parameters = "gate_up_proj", "down_proj"
+    adapter, _ = adapt_stacks(model, tmp_path, "a", parameters=parameters, size=0.2)
+    expected = answers(model, asked(), asked("a"), adapters={"a": adapter})
+    options = {
+        key: value.format(model=model) if isinstance(value, str) else value
+        for key, value in options.items()
+    }
+    found = answers(model, asked(), asked("a"), adapters={"a": adapter}, **options)
     for output, right in zip(found, expected, strict=True):
         torch.testing.assert_close(scores(output), scores(right), rtol=1e-3, atol=1e-3)
 

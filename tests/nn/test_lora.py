@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.adapters import draw_pairs, write_adapter, write_merged
+from helpers.adapters import adapt_stacks, draw_pairs, write_adapter, write_merged
 from helpers.gguf_models import save_gguf
 from helpers.tiny_families import ALL
 from helpers.tiny_models import greedy_and_scores, save_tiny
@@ -104,51 +104,6 @@ def test_the_answers_are_those_of_the_merged_model(case: str, tmp_path: Path) ->
     assert torch.allclose(found_scores, scores, atol=1e-4)
 
 
-# What PEFT adapts as parameters: all experts of a layer as stacks, and routers.
-SCALES = {"gate_up_proj": 6.0, "up_proj": 6.0, "down_proj": 2.0, "weight": 3.0}
-
-
-def adapted_experts(folder: Path, family: str, *, older: bool = False, **sizes: Any) -> Adapted:
-    """Write a model with routed experts, an adapter of them and of their routers, and the merged
-    model.
-
-    Args:
-        older: A multiplies the first dimension of an expert's parameter, as in PEFT before 0.19.
-    """
-    it = Adapted(*(folder / name for name in ("model", "adapter", "merged")))
-    model = save_tiny(it.model, family.partition("-")[0], **{**ALL[family], **sizes})
-    draw, matrices = torch.Generator().manual_seed(0), dict[str, Tensor]()
-    for name, values in model.named_parameters():
-        module, _, parameter = name.rpartition(".")
-        if not module.endswith((".experts", ".gate", ".router")) or parameter not in SCALES:
-            continue
-        each = values.data if values.dim() == 3 else values.data[None]
-        inputs_first = older or getattr(model.get_submodule(module), "is_transposed", False)
-        swapped = inputs_first and values.dim() == 3
-        outputs, inputs = each[0].t().shape if swapped else each[0].shape
-        a = torch.randn(len(each), RANK, inputs, generator=draw) / 8
-        b = torch.randn(len(each), outputs, RANK, generator=draw) / 8
-        for expert in range(len(each)):
-            added = SCALES[parameter] / RANK * b[expert] @ a[expert]
-            each[expert] += added.t() if swapped else added
-        layer = module if parameter in ("down_proj", "weight") else f"{module}.base_layer"
-        for part, stored in (("A", a.flatten(0, 1)), ("B", b.permute(1, 2, 0).flatten(1))):
-            matrices[f"base_model.model.{layer}.lora_{part}.weight"] = stored.contiguous()
-    it.adapter.mkdir()
-    save_file(matrices, it.adapter / "adapter_model.safetensors")
-    targets = ["experts.down_proj", "gate.weight", "router.weight"]
-    described = {
-        "peft_type": "LORA",
-        "peft_version": "0.18.0" if older else "0.21.2",
-        "target_parameters": [*targets, "experts.gate_up_proj", "experts.up_proj"],
-        "alpha_pattern": {r"mlp\.(gate|router)\.weight": 3, "weight": 3, "down_proj": 2},
-        "lora_alpha": 6,
-    }
-    (it.adapter / "adapter_config.json").write_text(json.dumps(described))
-    model.save_pretrained(it.merged)
-    return it
-
-
 # Experts in tensors of their own and stacked, gate and up in one row or by turns, stored
 # transposed, without a gate, with other names of the router; square matrices.
 @pytest.mark.parametrize("older", [False, True])
@@ -164,10 +119,12 @@ def adapted_experts(folder: Path, family: str, *, older: bool = False, **sizes: 
 def test_stacked_experts_and_routers(
     family: str, sizes: dict[str, Any], older: bool, tmp_path: Path
 ) -> None:
-    it = adapted_experts(tmp_path, family, older=older, **sizes)
-    expected, scores = greedy_and_scores(it.merged, dtype="float32")
-    _, plain = greedy_and_scores(it.model, dtype="float32")
-    found, found_scores = greedy_and_scores(it.model, dtype="float32", lora=str(it.adapter))
+    model = tmp_path / "model"
+    save_tiny(model, family.partition("-")[0], **{**ALL[family], **sizes})
+    adapter, merged = adapt_stacks(model, tmp_path, "adapter", older=older)
+    expected, scores = greedy_and_scores(merged, dtype="float32")
+    _, plain = greedy_and_scores(model, dtype="float32")
+    found, found_scores = greedy_and_scores(model, dtype="float32", lora=str(adapter))
     assert found == expected and torch.allclose(found_scores, scores, atol=1e-4)
     assert not torch.allclose(plain, scores, atol=0.1)
 
@@ -195,14 +152,16 @@ def test_experts_as_layers(family: str, tmp_path: Path) -> None:
 
 
 def test_stacks_that_cannot_be_merged_are_one_error(tmp_path: Path) -> None:
-    it = adapted_experts(tmp_path, "GptOss")
-    path, weights = it.adapter / "adapter_model.safetensors", load_file(it.model / SINGLE)
+    model = tmp_path / "model"
+    save_tiny(model, "GptOss", **ALL["GptOss"])
+    adapter, _ = adapt_stacks(model, tmp_path, "adapter")
+    path, weights = adapter / "adapter_model.safetensors", load_file(model / SINGLE)
     name = "base_model.model.model.layers.0.mlp.experts.lora_A.weight"
     matrices = load_file(path)
     save_file({**matrices, name: matrices[name][:, 1:].contiguous()}, path)
-    options = {"device": "cpu", "threads": 1, "lora": str(it.adapter)}
+    options = {"device": "cpu", "threads": 1, "lora": str(adapter)}
     with pytest.raises(KvikError, match=r"mlp\.experts' by matrices \[24, 95\] and \[64, 24\]"):
-        LLM(str(it.model), **options)
+        LLM(str(model), **options)
     save_file(matrices, path)
     for layer in (0, 1, 2):
         name = f"model.layers.{layer}.mlp.experts.down_proj"
@@ -210,12 +169,12 @@ def test_stacks_that_cannot_be_merged_are_one_error(tmp_path: Path) -> None:
         sizes = count, outputs, inputs // 32
         weights[f"{name}_blocks"] = torch.zeros(*sizes, 16, dtype=torch.uint8)
         weights[f"{name}_scales"] = torch.zeros(sizes, dtype=torch.uint8)
-    save_file(weights, it.model / SINGLE)
-    config = json.loads((it.model / "config.json").read_text())
+    save_file(weights, model / SINGLE)
+    config = json.loads((model / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4"}
-    (it.model / "config.json").write_text(json.dumps(config))
+    (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(KvikError, match=r"down_proj\.weight', which is stored quantised"):
-        LLM(str(it.model), **options)
+        LLM(str(model), **options)
 
 
 def test_whole_tensors_and_products_of_embeddings(tmp_path: Path) -> None:

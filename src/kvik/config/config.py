@@ -181,8 +181,8 @@ class EngineConfig:
     max_adapter_rank: int | None = option(
         None,
         Integer(1, 1024),
-        f"rank of adapters for which each layer has room, at least that of `adapters`; none: "
-        f"{ADAPTER_RANK} with max_adapters, else that of `adapters`",
+        "rank of adapters for which each layer except experts has room, at least that of "
+        f"`adapters`; none: {ADAPTER_RANK} with max_adapters, else that of `adapters`",
     )
     chat_template: str | None = option(
         None,

@@ -34,6 +34,7 @@ from kvik.config.units import GIB, show_bytes
 from kvik.errors import CapacityError, ConfigError
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.adapters import ADAPTER_RANK, Adapter
+from kvik.spec.experts import MAX_EXPERTS
 from kvik.spec.kv import AUTO, KVGroup
 
 MAX_NUM_SEQS = 256
@@ -512,7 +513,7 @@ def with_adapters(
     """Return the engine's memory with the adapters from which requests choose.
 
     Raises:
-        ConfigError: there is a rank, and no adapter.
+        ConfigError: there is a rank, and no adapter; or experts cannot be adapted.
     """
     slots, rank = max(config.max_adapters or 0, len(adapters)), config.max_adapter_rank
     if not slots:
@@ -521,8 +522,16 @@ def with_adapters(
         return footprint
     if rank is None:
         rank = 0 if config.max_adapters is None else ADAPTER_RANK
-    ranks = [adapter.ranks() for adapter in adapters]
-    sizes = AdaptersFootprint.of(footprint.spec, slots, ranks, rank, footprint.dtype)
+    files = [adapter.sizes() for adapter in adapters]
+    sizes = AdaptersFootprint.of(footprint.spec, slots, files, rank, footprint.dtype)
+    if sizes.experts and footprint.kernels == "native":
+        for option in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(config, option) > 1:
+                raise ConfigError(option, "must be 1 with adapters that change experts")
+        if slots * sizes.experts > MAX_EXPERTS:
+            limit = MAX_EXPERTS // sizes.experts
+            reason = f"they change {sizes.experts} experts of a layer"
+            raise ConfigError("max_adapters", f"must be at most {limit}, not {slots}: {reason}")
     shown = show_bytes(sizes.weights)
     notes.add("adapters", len(adapters), f"{shown} for {slots}: requests choose one as their model")
     return replace(footprint, adapters=sizes)

@@ -20,12 +20,21 @@ from torch import Tensor
 from kvik.attention.base import AttentionBackend, AttentionSpec, HeadNorms, LatentUp
 from kvik.errors import ModelError, shown
 from kvik.kernels.ops import Gate, Ops, StateHeads
-from kvik.kernels.weights import PAIRED, Activation, MatrixSpec, float_kind
+from kvik.kernels.weights import (
+    PAIRED,
+    Activation,
+    Matrix,
+    MatrixSpec,
+    float_kind,
+    float_weight,
+)
 from kvik.nn.checkpoint import IN_RUNS, Checkpoint, Selection
 from kvik.nn.formats.base import LinearShape, WeightFormat
 from kvik.nn.formats.registry import choose_format
 from kvik.nn.layers import (
     MLP,
+    AdaptedExperts,
+    Adapters,
     Attention,
     CappedHead,
     CausalConv,
@@ -71,7 +80,7 @@ from kvik.spec.declare import (
     TokenTable,
     usual_scope,
 )
-from kvik.spec.experts import ExpertsSpec
+from kvik.spec.experts import ExpertsSpec, Router
 from kvik.spec.kv import KVGroup, StateSpec
 from kvik.spec.layers import LatentSpec, QueryScale
 from kvik.spec.pooling import PoolingSpec
@@ -185,6 +194,7 @@ class Builder(LayerBuilder):
         self._q_ropes: dict[tuple[RopeSpec, int], Rope] = {}  # shared by layers
         self._query_scales: dict[QueryScale, Tensor] = {}  # tables shared by layers
         self._position_of = {layer: i for i, layer in enumerate(sorted(self._group_of))}
+        self._identities: dict[int, Matrix] = {}  # by size, shared by layers
         self._states: dict[int, int] = {}  # layer that keeps a state -> its number among these
         self._stored: dict[str, dict[str, tuple[int, ...]]] = {}  # layer -> its tensors' shapes
         for name, entry in checkpoint.entries.items() if checkpoint else ():
@@ -367,6 +377,7 @@ class Builder(LayerBuilder):
         transposed: bool = False,
         mixed: bool = False,
         expert: tuple[int, int] | None = None,
+        fused: bool = True,
     ) -> MLP:
         """Return an MLP of this scope.
 
@@ -375,20 +386,18 @@ class Builder(LayerBuilder):
             transposed: float weights are stored [inputs, outputs].
             mixed: see `ExpertNames`.
             expert: see `MatrixSpec`.
+            fused: the first matrix has the activation.
         """
         rows = 2 * inner if activation in PAIRED else inner
         transposed |= mixed
         shapes = [LinearShape(hidden, rows // len(names), transposed)] * len(names)
-        places = None
-        if mixed:
-            order = torch.arange(rows)
-            places = order % 2 * inner + order // 2
+        places = _gate_then_up(rows) if mixed else None
         between = self._channels(inner, down)
         up = self._linear(
             names,
             shapes,
             bias=bias,
-            activation=activation,
+            activation=activation if fused else None,
             places=places,
             expert=expert,
             between=between,
@@ -453,11 +462,23 @@ class Builder(LayerBuilder):
             stored = correction[None] if names.correction_row else correction
             self._declare(full, stored, "bias")
         up, down = [], []
+        first = [self._name(name.format(0)) for name in (*names.gate_up, names.down)]
+        unfused = self.adapters is not None and any(
+            self.adapters.room([name]) for name in (first[0], first[-1])
+        )
         for expert in range(rule.experts):
             gate_up = tuple(name.format(expert) for name in names.gate_up)
             last, number = names.down.format(expert), (expert, rule.experts)
             mlp = self._mlp(
-                gate_up, last, hidden, inner, bias, activation, mixed=names.mixed, expert=number
+                gate_up,
+                last,
+                hidden,
+                inner,
+                bias,
+                activation,
+                mixed=names.mixed,
+                expert=number,
+                fused=not unfused,
             )
             up.append(mlp.up.matrix)
             down.append(mlp.down.matrix)
@@ -473,8 +494,42 @@ class Builder(LayerBuilder):
             shared = self._at(names.shared)._mlp(
                 names.shared_gate_up, names.shared_down, hidden, spec.shared, bias, activation
             )
+        adapted = self._adapted(up, down, names, activation, rule) if unfused else None
         experts = replace(self.ops.expert_set(up, down), weigh_inputs=rule.weigh_inputs)
-        return Experts(self.ops, router, rule, correction, experts, shared, gate, scales)
+        return Experts(self.ops, router, rule, correction, experts, shared, gate, scales, adapted)
+
+    def _adapted(
+        self,
+        up: Sequence[Matrix],
+        down: Sequence[Matrix],
+        names: ExpertNames,
+        activation: Activation,
+        rule: Router,
+    ) -> AdaptedExperts:
+        """Return experts whose activation is not fused, with the adapters that change them."""
+        assert self.adapters is not None
+        made: list[tuple[Matrix, Adapters | None]] = []
+        for matrix, layers in ((up[0], names.gate_up), (down[0], (names.down,))):
+            spec, first = matrix.spec, matrix is up[0]
+            each = [[self._name(layer.format(e)) for layer in layers] for e in range(rule.experts)]
+            shapes = [LinearShape(spec.inputs, spec.rows // len(layers))] * len(layers)
+            places = _gate_then_up(spec.rows) if names.mixed and first else None
+            pairs = self.adapters.of_experts(each, shapes, places)
+            made.append((self._identity(spec.rows if first else spec.inputs), pairs))
+        (after, up_pairs), (before, down_pairs) = made
+        ups = self.ops.expert_set(up, [after] * len(up))
+        downs = self.ops.expert_set([before] * len(down), down)
+        weigh = rule.weigh_inputs
+        return AdaptedExperts(self.ops, ups, downs, up_pairs, down_pairs, activation, weigh)
+
+    def _identity(self, size: int) -> Matrix:
+        if size not in self._identities:
+            kind = float_kind(self.dtype)
+            spec = MatrixSpec(kind, size, size, False, None, self.dtype, self.device)
+            self._identities[size] = self.ops.matrix(spec)
+            values = torch.eye(size, dtype=self.dtype, device=self.device)
+            self.ops.pack_rows(self._identities[size], 0, float_weight(values))
+        return self._identities[size]
 
     def embedding(
         self,
@@ -1038,6 +1093,12 @@ class Builder(LayerBuilder):
                 fill=fill or partial(_fill_in, target),
             )
         )
+
+
+def _gate_then_up(rows: int) -> Tensor:
+    """Return the destinations of rows of gate and up, stored by turns, in a matrix of both."""
+    order = torch.arange(rows)
+    return order % 2 * (rows // 2) + order // 2
 
 
 def _fill_in(target: Tensor, first: int, values: Tensor) -> None:

@@ -287,6 +287,64 @@ class MLP:
 
 
 @dataclass(frozen=True, slots=True)
+class AdaptedExperts:
+    """Routed experts of which each request chooses changes, or none.
+
+    Each pair of a token and an expert is a row. The two matrices of an expert are multiplied
+    separately, since products of adapters come in between: each is an MLP whose other matrix is the
+    identity, which changes no value. The number of a pair of A and B is that of the adapter times
+    the number of experts, plus that of the expert.
+
+    Attributes:
+        up, down: the first matrix of each expert and its second one.
+        up_pairs, down_pairs: what adapters add to them; None: nothing.
+        activation: between the two.
+        weigh_inputs: see `ExpertSet`.
+    """
+
+    ops: Ops
+    up: ExpertSet
+    down: ExpertSet
+    up_pairs: Adapters | None
+    down_pairs: Adapters | None
+    activation: Activation
+    weigh_inputs: bool
+
+    def __call__(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        residual: Tensor | None,
+        ctx: ForwardContext | None,
+    ) -> Tensor:
+        """x, residual [tokens, hidden], ids, weights [tokens, active] as `Ops.route` returns them
+        -> [tokens, hidden]."""
+        (tokens, active), of_pairs = ids.shape, ids.view(-1, 1)
+        rows = x.repeat_interleave(active, 0)
+        if self.weigh_inputs:
+            rows = (rows * weights.view(-1, 1)).to(x.dtype)
+        chosen = None if ctx is None else ctx.metadata[0].layout.adapters
+        if chosen is not None:
+            numbers = chosen[:, None] * len(self.up.up) + ids
+            chosen = numbers.masked_fill(chosen[:, None] < 0, -1).view(-1)
+        inner = self.ops.experts(rows, of_pairs, None, self.up, None)
+        if self.up_pairs is not None:
+            inner = self.up_pairs.add(rows, inner, chosen)
+        inner = self.ops.activate(inner, self.activation)
+        made = self.ops.experts(inner, of_pairs, None, self.down, None)
+        if self.down_pairs is not None:
+            made = self.down_pairs.add(inner, made, chosen)
+        wide = made.view(tokens, active, -1).float()
+        if not self.weigh_inputs:
+            wide *= weights[:, :, None]
+        total = wide[:, 0]
+        for place in range(1, active):  # the order of a sum of torch may depend on `tokens`
+            total = total + wide[:, place]
+        return (total if residual is None else total + residual).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """Routed experts, and optionally a shared MLP for every token (`ExpertsSpec`)."""
 
@@ -298,6 +356,7 @@ class Experts:
     shared: MLP | None
     gate: Linear | None  # one number per token, for the output of `shared`
     scales: Tensor | None = None  # [experts] fp32, of `rule`
+    adapted: AdaptedExperts | None = None  # the same experts with adapters
 
     def __call__(
         self,
@@ -315,6 +374,8 @@ class Experts:
         elif self.shared is not None and self.gate is not None:
             shared = self.ops.gated(self.shared(x, ctx), self.gate(x, ctx), "sigmoid")
             residual = shared if residual is None else self.ops.add(residual, shared)
+        if self.adapted is not None:
+            return self.adapted(x, ids, weights, residual, ctx)
         return self.ops.experts(x, ids, weights, self.experts, residual)
 
 
@@ -346,7 +407,11 @@ class Adapters:
     def __call__(self, x: Tensor, y: Tensor, ctx: ForwardContext | None) -> Tensor:
         """x [tokens, inputs], y = x W^T + b [tokens, rows of W] -> y + B A x, with A and B of each
         token's adapter."""
-        chosen = None if ctx is None else ctx.metadata[0].layout.adapters
+        return self.add(x, y, None if ctx is None else ctx.metadata[0].layout.adapters)
+
+    def add(self, x: Tensor, y: Tensor, chosen: Tensor | None) -> Tensor:
+        """The same with the pair of each row: chosen [rows] int64, below 0 for none; None: no row
+        has one."""
         return y if chosen is None else self.ops.experts(x, chosen[:, None], None, self.pairs, y)
 
 

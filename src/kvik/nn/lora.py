@@ -33,7 +33,7 @@ from kvik.nn.checkpoint import ROW_MULTIPLE, Checkpoint, Selection, TensorRun
 from kvik.nn.formats.base import LinearShape
 from kvik.nn.layers import Adapters
 from kvik.nn.safetensors import FLOATS, Stored, TensorEntry, read_header
-from kvik.spec.adapters import TENSOR_NAME, Adapter, in_block
+from kvik.spec.adapters import INNER, TENSOR_NAME, Adapter, in_block, is_stack
 from kvik.spec.declare import SEPARATE, DeclaredLinear, stored_names
 from kvik.spec.fields import Fields, read_json
 from kvik.spec.stored_weights import Matcher, PatternError
@@ -42,8 +42,7 @@ ADAPTER, WEIGHTS = ADAPTER_FILES
 MAX_ALPHA = 1e6
 TRANSPOSED = "fan_in_fan_out"
 TARGETS = "target_parameters"  # ends of the names of parameters that PEFT adapts as such
-INNER = ".base_layer"  # the module of which PEFT wraps another parameter too
-EXPERTS, ROUTERS = "experts", ("gate", "router")  # modules of transformers
+ROUTERS = ("gate", "router")  # modules of transformers
 KEPT = 4  # tensors of an adapter in memory: of all first and all last matrices of a layer's experts
 # Kinds of initial values for which the weights of the model stay unchanged; others, such as PiSSA,
 # take a part out of them.
@@ -229,35 +228,55 @@ def _placed(
         ModelError: a product for experts does not fit them.
     """
     layer = name.removesuffix(".weight").replace(INNER, "")
-    block = in_block(layer)
-    if name in known or isinstance(change, Whole) or block == layer:
+    if name in known or isinstance(change, Whole):
         yield name, change
         return
-    linears = spec.declaration.of_block(int(block.split(".")[1]))
-    leaf = layer.rpartition(".")[2]
-    routed = [linear for linear in linears if linear.router is not None]
-    scopes = (in_block(linear.names[0]).startswith(f"{block}.") for linear in routed)
-    if (routed and leaf == EXPERTS) or any(scopes):
-        if spec.wiring == SEPARATE:
-            reason = "whose matrices GGUF files divide: take the model as safetensors"
-            raise ModelError(WEIGHTS, f"adapts {shown(layer)}, {reason}")
-        for of_expert, part in _parts(layer, change, routed, older):
-            yield _stored(of_expert, known), part
+    if routed := _stacked(layer, spec):
+        for linear, part in _parts(layer, change, routed, older):
+            end, turned = 0, part.turned != linear.mixed  # interleaved floats are transposed
+            weights = [f"{of_expert}.weight" for of_expert in linear.names]
+            for weight, width in zip(weights, linear.outputs, strict=True):
+                first, end = end, end + width
+                span = None if len(weights) == 1 else (first, end)
+                yield _stored(weight, known, weight), replace(part, span=span, turned=turned)
         return
-    routers = (linear.names[0] for linear in linears if linear.role == "router")
-    yield _stored(next(routers, layer), known) if leaf in ROUTERS else name, change
+    if layer.rpartition(".")[2] in ROUTERS:
+        for linear in _of_block(layer, spec):
+            if linear.role == "router":
+                name = _stored(f"{linear.names[0]}.weight", known, name)
+    yield name, change
 
 
-def _stored(layer: str, known: Collection[str]) -> str:
-    """Return the name of the weight of a declared layer in a checkpoint."""
-    names = [f"{stored}.weight" for stored in stored_names(layer)]
-    return next((name for name in names if name in known), names[0])
+def _of_block(layer: str, spec: ModelSpec) -> list[DeclaredLinear]:
+    """Return the linear layers of the block that has a layer."""
+    block = in_block(layer)
+    return [] if block == layer else spec.declaration.of_block(int(block.split(".")[1]))
+
+
+def _stacked(layer: str, spec: ModelSpec) -> list[DeclaredLinear]:
+    """Return the layers of all experts of a block if an adapter stacks them in `layer`.
+
+    Raises:
+        ModelError: a GGUF file may have their rows in another order than the adapter.
+    """
+    routed = [linear for linear in _of_block(layer, spec) if linear.router is not None]
+    if not any(is_stack(layer, linear.names[0]) for linear in routed):
+        return []
+    if spec.wiring == SEPARATE:
+        reason = "whose matrices GGUF files divide: take the model as safetensors"
+        raise ModelError(WEIGHTS, f"adapts {shown(layer)}, {reason}")
+    return routed
+
+
+def _stored(name: str, known: Collection[str], otherwise: str) -> str:
+    """Return the form of a declared name that is known, if one is."""
+    return next((stored for stored in stored_names(name) if stored in known), otherwise)
 
 
 def _parts(
     name: str, product: LowRank, routed: Sequence[DeclaredLinear], older: bool
-) -> Iterator[tuple[str, LowRank]]:
-    """Yield the parts of a product for all experts of a block, by names of their layers.
+) -> Iterator[tuple[DeclaredLinear, LowRank]]:
+    """Yield the part of a product for each expert of a block, with the layers that it changes.
 
     PEFT adds it to all of their first matrices or to all of their last ones, and does not say which
     nor whether it is transposed: the sizes tell, and for square matrices the version.
@@ -287,13 +306,7 @@ def _parts(
         raise ModelError(WEIGHTS, reason)
     ((role, made),) = fits
     for expert, linear in enumerate(each for each in routed if each.role == role):
-        part, end = replace(made, expert=(expert, made.expert[1])), 0
-        if linear.mixed:  # floats are stored transposed
-            part = replace(part, turned=not made.turned)
-        for of_expert, width in zip(linear.names, linear.outputs, strict=True):
-            first_row, end = end, end + width
-            rows = None if len(linear.names) == 1 else (first_row, end)
-            yield of_expert, replace(part, span=rows)
+        yield linear, replace(made, expert=(expert, made.expert[1]))
 
 
 def _is_older(config: Fields) -> bool:
@@ -309,29 +322,55 @@ class LayerSlots:
     Attributes:
         layers: their names in checkpoints.
         ranks: the largest of each layer for which there is room.
+        width: the same of all together.
         places: destinations of the first rows; see `nn.parts.Rows`.
         pairs: A and B of each slot. The A of all layers are stacked, and their B are blocks of a
             matrix, else of zeros; None: there is room for none.
+        expert: whose layers they are, and the number of experts, all of which have their pairs of a
+            slot in `pairs`.
     """
 
     layers: Sequence[str]
     shapes: Sequence[LinearShape]
     ranks: Sequence[int]
+    width: int
     places: Tensor | None
     pairs: ExpertSet | None
+    expert: tuple[int, int] = (0, 1)
+
+    def limits(self) -> Iterator[tuple[str, LinearShape, int]]:
+        """Yield what an adapter may change: name, sizes, largest rank."""
+        yield from zip(self.layers, self.shapes, self.ranks, strict=True)
+        if len(self.layers) > 1 and self.expert[1] > 1:  # a product of all
+            _, outputs = _size(self.shapes)
+            yield _joined(self.layers), replace(self.shapes[0], outputs=outputs), self.width
+
+    def pair_of(self, slot: int) -> tuple[Matrix, Matrix]:
+        """Return A and B of a slot."""
+        assert self.pairs is not None
+        expert, experts = self.expert
+        return self.pairs.up[slot * experts + expert], self.pairs.down[slot * experts + expert]
 
     def matrices(self, products: Mapping[str, LowRank]) -> tuple[Tensor, Tensor]:
-        """Return A and B of an adapter in fp32."""
-        width, (inputs, outputs) = sum(self.ranks), _size(self.shapes)
-        a, b, row, column = torch.zeros(width, inputs), torch.zeros(outputs, width), 0, 0
-        for layer, shape, rank in zip(self.layers, self.shapes, self.ranks, strict=True):
+        """Return A and B of an adapter in fp32.
+
+        Raises:
+            ModelError: its ranks together are too large.
+        """
+        inputs, outputs = _size(self.shapes)
+        a, b, row, column = torch.zeros(self.width, inputs), torch.zeros(outputs, self.width), 0, 0
+        for layer, shape, _ in self.limits():
+            column %= outputs  # a product of all layers comes last
             if (product := products.get(layer)) is not None:
-                rows = slice(row, row + product.rank)
+                rows, row = slice(row, row + product.rank), row + product.rank
+                if row > self.width:
+                    reason = f"has rank {row} for {shown(layer)}: at most {self.width} fits"
+                    raise ModelError(WEIGHTS, reason)
                 stored_a, stored_b = product.matrices()
                 a[rows] = shape.ordered(stored_a)
                 b[column : column + shape.outputs, rows] = stored_b
                 b[column : column + shape.outputs, rows] *= product.scale
-            row, column = row + rank, column + shape.outputs
+            column += shape.outputs
         if self.places is not None:
             b[self.places] = b[: len(self.places)].clone()
         return a, b
@@ -351,17 +390,21 @@ class AdapterSlots:
         ops: Ops,
         dtype: torch.dtype,
         device: torch.device,
+        spec: ModelSpec,
         fixed: tuple[str, ...] = (),
     ) -> None:
         """
         Args:
-            ranks: the largest of each layer, by its name from its block on.
+            ranks: the largest of each layer, by its name from its block on; of the first expert's,
+                the largest of all experts.
             ops: of this process alone: small matrices are not divided among processes.
             dtype: of activations and of the matrices.
+            spec: of the model.
             fixed: prefixes of names of layers without adapters.
         """
         self._count, self._ranks, self._fixed = count, ranks, fixed
         self._ops, self._dtype, self._device = ops, dtype, device
+        self._spec = spec
         self._layers: list[LayerSlots] = []
         self.elsewhere: Collection[str] = ()
 
@@ -378,8 +421,30 @@ class AdapterSlots:
             slots = range(self._count)
             up = [self._matrix(width, inputs) for _ in slots]
             pairs = self._ops.expert_set(up, [self._matrix(outputs, width) for _ in slots])
-        self._layers.append(LayerSlots(layers, shapes, ranks, places, pairs))
+        self._layers.append(LayerSlots(layers, shapes, ranks, sum(ranks), places, pairs))
         return None if pairs is None else Adapters(self._ops, pairs)
+
+    def of_experts(
+        self, experts: Sequence[Sequence[str]], shapes: Sequence[LinearShape], places: Tensor | None
+    ) -> Adapters | None:
+        """Make the slots of the layers of each expert that form one matrix. Returns None if there
+        is room for none."""
+        rank, count = self.room(experts[0]), len(experts)
+        if not rank:
+            return None
+        (inputs, outputs), numbers = _size(shapes), range(self._count * count)
+        up = [self._matrix(rank, inputs) for _ in numbers]
+        pairs = self._ops.expert_set(up, [self._matrix(outputs, rank) for _ in numbers])
+        for expert, layers in enumerate(experts):
+            ranks, number = [rank] * len(layers), (expert, count)
+            slots = LayerSlots(layers, shapes, ranks, rank, places, pairs, number)
+            self._layers.append(slots)
+        return Adapters(self._ops, pairs)
+
+    def room(self, layers: Sequence[str]) -> int:
+        """Return the largest rank of the layers of each expert, given those of the first."""
+        fixed = layers[0].startswith(self._fixed)
+        return 0 if fixed else self._ranks.get(in_block(layers[0]), 0)
 
     def _matrix(self, rows: int, inputs: int) -> Matrix:
         kind = float_kind(self._dtype)
@@ -393,22 +458,21 @@ class AdapterSlots:
             ModelError: it is not a LoRA adapter, asks for more than sums for linear layers, does
                 not fit the model or the slots, or is not the one that was named.
         """
-        products = _products(adapter)
+        named = {layer for slots in self._layers for layer in slots.layers}
+        products = _products(adapter, named, self._spec)
         self._check(adapter.name, products)
         adapter.check_unchanged()
         for layer in self._layers:
             if layer.pairs is not None:
                 with _of_adapter(adapter.name):
                     a, b = layer.matrices(products)
-                for matrix, values in ((layer.pairs.up[slot], a), (layer.pairs.down[slot], b)):
+                for matrix, values in zip(layer.pair_of(slot), (a, b), strict=True):
                     self._ops.pack_rows(matrix, 0, float_weight(values.to(self._device)))
 
     def _check(self, name: str, products: Mapping[str, LowRank]) -> None:
         """Raise ModelError if an adapter does not fit the layers of this process."""
         limits = {
-            layer: (shape, rank)
-            for slots in self._layers
-            for layer, shape, rank in zip(slots.layers, slots.shapes, slots.ranks, strict=True)
+            layer: (shape, rank) for slots in self._layers for layer, shape, rank in slots.limits()
         }
         for layer, product in products.items():
             if layer in limits:
@@ -429,18 +493,37 @@ def _size(shapes: Sequence[LinearShape]) -> tuple[int, int]:
     return shapes[0].inputs, sum(shape.outputs for shape in shapes)
 
 
-def _products(adapter: Adapter) -> dict[str, LowRank]:
-    """Read an adapter that requests choose: what it adds, by names of layers."""
+def _joined(layers: Iterable[str]) -> str:
+    """Return the name of a product for several layers."""
+    return " + ".join(layers)
+
+
+def _products(adapter: Adapter, named: Collection[str], spec: ModelSpec) -> dict[str, LowRank]:
+    """Read an adapter that requests choose: what it adds, by names of layers.
+
+    Args:
+        named: names of layers that are here; others may be stacks of experts.
+    """
     folder = Path(adapter.folder)
     products: dict[str, LowRank] = {}
     with _of_adapter(adapter.name):
-        changes_of = _read(folder, _config(folder))
+        config = _config(folder)
+        changes_of, older = _read(folder, config), _is_older(config)
     for name, changes in changes_of.items():
         for change in changes:
             if not isinstance(change, LowRank):
                 reason = f"{shown(adapter.name)} replaces {shown(name)}: merge it with lora"
                 raise ModelError("adapters", reason)
-            products[name.removesuffix(".weight")] = change
+            layer = name.removesuffix(".weight")
+            with _of_adapter(adapter.name):
+                routed = [] if layer in named else _stacked(layer, spec)
+                if not routed:
+                    products[layer] = change
+                    continue
+                for linear, part in _parts(layer, change, routed, older):
+                    outside = layer.removesuffix(in_block(layer))
+                    names = (_stored(of, named, outside + in_block(of)) for of in linear.names)
+                    products[_joined(names)] = part
     return products
 
 

@@ -23,6 +23,7 @@ TENSOR_NAME = re.compile(
     r"base_model\.model\.(.+?)(?P<inner>(?:\.base_layer)*)\."
     r"(?:lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB])|(?P<whole>weight|bias))"
 )
+INNER = ".base_layer"  # ends the name of the module of which PEFT wraps another parameter too
 _IN_BLOCK = re.compile(r"[^.]+\.\d+\..+")
 MAX_HEADER_BYTES = 100_000_000
 
@@ -31,6 +32,17 @@ def in_block(layer: str) -> str:
     """Return a layer's name from its block on, since what precedes differs between checkpoints."""
     match = _IN_BLOCK.search(layer)
     return layer if match is None else match[0]
+
+
+def is_stack(layer: str, of_expert: str) -> bool:
+    """Return whether PEFT adapts all experts of a block by stacked matrices under this name.
+
+    Args:
+        of_expert: the name of one layer of one expert.
+    """
+    block, named = in_block(layer.replace(INNER, "")), in_block(of_expert)
+    same_block = block.split(".")[:2] == named.split(".")[:2]
+    return same_block and (block.endswith(".experts") or named.startswith(f"{block}."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +88,9 @@ class Adapter:
             reason = f"{shown(self.name)}: its files have changed since it was named"
             raise ModelError("adapters", reason)
 
-    def ranks(self) -> dict[str, int]:
-        """Return the rank of each adapted linear layer, by its name from its block on.
+    def sizes(self) -> dict[str, tuple[int, int, int]]:
+        """Return rank, inputs and outputs of each adapted linear layer, by its name from its block
+        on; of stacks, the ranks of all experts together.
 
         The loader checks the file; a broken one adapts nothing here.
         """
@@ -86,14 +99,19 @@ class Adapter:
             with open(path, "rb", opener=regular) as file:
                 length = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(min(length, MAX_HEADER_BYTES)))
-            sizes = {
-                name: int(facts["shape"][0]) for name, facts in header.items() if facts.get("shape")
+            shapes = {
+                match[1] + match["inner"] + match["linear"]: list(map(int, header[name]["shape"]))
+                for name in header
+                if (match := TENSOR_NAME.fullmatch(name)) and match["linear"]
+            }
+            layers = [name.removesuffix("A") for name in shapes if name.endswith("A")]
+            return {
+                in_block(layer): (
+                    shapes[f"{layer}A"][0],
+                    shapes[f"{layer}A"][1],
+                    shapes[f"{layer}B"][0],
+                )
+                for layer in layers
             }
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return {}
-        matches = {name: TENSOR_NAME.fullmatch(name) for name in sizes}
-        return {
-            in_block(match[1]): sizes[name]
-            for name, match in matches.items()
-            if match and match["linear"] == "A"
-        }

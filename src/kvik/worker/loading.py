@@ -217,6 +217,7 @@ def _load(
                 parts.own_ops,
                 parts.dtype,
                 parts.device,
+                spec,
                 fixed,
             )
         builder = make_builder(

@@ -132,9 +132,12 @@ def test_experts_of_a_model(
 
 
 @pytest.mark.full
-def test_requests_with_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    layers = linear_layers(ModelSpec.from_config(CONFIG))
+@pytest.mark.parametrize("config", [CONFIG, EXPERTS], ids=["layers", "experts"])
+def test_requests_with_adapters(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layers = linear_layers(ModelSpec.from_config(config), experts=config is EXPERTS)
     folders = {
         name: write_adapter(tmp_path / name, draw_pairs(layers, seed=seed, size=1.0))
         for seed, name in enumerate("ab")
