@@ -72,7 +72,7 @@ def adapt(folder: Path, model: Any, config: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize(("family", "config"), STACKED)
-def test_the_weights_are_those_that_peft_merges(
+def test_the_weights_and_answers_are_those_that_peft_makes(
     family: str, config: dict[str, Any], tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
@@ -90,6 +90,15 @@ def test_the_weights_are_those_that_peft_merges(
     assert made.changes.keys() == changed
     for run in made.runs(runs):
         torch.testing.assert_close(run.values, expected[run.name], rtol=1e-5, atol=1e-6)
+    if not any(name.endswith(".weight") for name in config["target_parameters"]):
+        _, right_scores = greedy_and_scores(tmp_path / "merged", dtype="float32")
+        options = {"dtype": "float32", "device": "cpu", "adapters": {"adapter": adapter}}
+        chosen = GREEDY.with_changes(adapter="adapter", prompt_logprobs=0, max_tokens=1)
+        with LLM(str(tmp_path / "model"), **options) as llm:
+            (scored,) = llm.generate([tokens(24)], chosen)
+        assert scored.prompt_logprobs is not None
+        made_scores = [entry.logprob for entry in scored.prompt_logprobs[1:] if entry]
+        assert torch.allclose(torch.tensor(made_scores), right_scores, atol=1e-4)
 
 
 @pytest.mark.parametrize(("family", "config"), CASES)
