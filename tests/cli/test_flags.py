@@ -27,6 +27,9 @@ from kvik.options import options_of
 
 SAMPLING: dict[str, tuple[list[str], object]] = {
     "n": (["3"], 3),
+    "num_beams": (["4"], 4),
+    "length_penalty": (["0.5"], 0.5),
+    "early_stopping": ([], True),
     "temperature": (["0.5"], 0.5),
     "top_k": (["-1"], -1),
     "top_p": (["0.9"], 0.9),
@@ -78,7 +81,8 @@ def test_each_sampling_option_has_a_flag(name: str) -> None:
     words = [word for value in values for word in (flag, value)] or [flag]
     given = given_sampling_options(parser().parse_args(words))
     assert list(given) == [name]
-    made = SamplingParams(prompt_logprobs=0).with_changes(**given)  # some of them require it
+    required = {"prompt_logprobs": 0} if name == "prompt_logprobs_start" else {}
+    made = SamplingParams(**required).with_changes(**given)
     assert getattr(made, name) == expected
 
 

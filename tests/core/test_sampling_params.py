@@ -170,7 +170,7 @@ def test_parameters_have_the_names_of_others(given: dict[str, Any], here: dict[s
     ("given", "field", "message"),
     [
         ({"temprature": 1.0}, "temprature", "did you mean temperature"),
-        ({"use_beam_search": True}, "use_beam_search", "no beam search"),
+        ({"use_beam_search": True}, "use_beam_search", "num_beams"),
         ({"best_of": 3}, "best_of", "must equal n"),
         ({"n": 3, "best_of": 1}, "best_of", "must equal n"),
         ({"best_of": True}, "best_of", "must equal n"),

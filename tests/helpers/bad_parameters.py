@@ -8,6 +8,9 @@ from typing import Any
 
 BAD: Mapping[str, list[Any]] = {
     "n": [0, -1, 129, 10**9, 1.5, True, "1"],
+    "num_beams": [0, 65, 1.5, True, "2"],
+    "length_penalty": [-10.1, 11, "x"],
+    "early_stopping": [1, "never"],
     "temperature": [-0.1, 1e-9, 9e-4, 100.5, "hot", False],
     "top_k": [-2, 1.5, 2**31, True],
     "top_p": [0, -0.5, 1.01, "x"],

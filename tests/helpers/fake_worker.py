@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from math import log
 
 from helpers.windows import cut_points, seen
 
@@ -51,6 +52,14 @@ def next_token(state: int) -> int:
     """Return the "model's" next token: 0, 1 or 2, sometimes EOS."""
     number = (state >> 9) % 1009
     return EOS if number < 40 else number % 3
+
+
+def likely_tokens(state: int) -> list[tuple[int, float]]:
+    """Return the "model's" next tokens with their log probabilities, the likeliest first."""
+    weights = {token: 1 + (state >> 3 * token) % 997 for token in (0, 1, 2, EOS)}
+    total = sum(weights.values())
+    pairs = [(token, log(weight / total)) for token, weight in weights.items()]
+    return sorted(pairs, key=lambda pair: -pair[1])
 
 
 def expected_output(
@@ -136,6 +145,7 @@ class Row:
     first_keys: list[int] = field(default_factory=list)  # by group
     held: list[list[int]] = field(default_factory=list)  # by group, tokens from the first key on
     queries: dict[int, int] = field(default_factory=dict)  # states of tokens computed in this slot
+    num_top: int | None = None  # likeliest tokens to report with each sampled one
 
     def first_states(self, count: int) -> list[int]:
         """Return the identities of the prefixes of 1 to `count` tokens."""
@@ -299,12 +309,14 @@ class FakeWorker:
             row = failing_row % len(plan.slots)
             errors[row] = "sampling failed"
             self.rows[plan.slots[row]].broken = True
+        logprobs = self._rank(plan)
         tokens = [self._sample(plan, i) for i in range(len(plan.slots))]
         drafts = [len(self.rows[slot].drafts) for slot in plan.slots]
         return ModelRunnerOutput(
             plan.step,
             tokens,
             drafts,
+            logprobs=logprobs,
             prompt_logprobs=self._score(plan, states),
             embeddings=self._embed(plan, states),
             errors=errors,
@@ -331,6 +343,7 @@ class FakeWorker:
                 only_prompt=new.pooling is not None or new.params.max_tokens == 0,
                 first_keys=[0] * len(new.block_ids),
                 held=[list(range(new.num_computed_tokens)) for _ in new.block_ids],
+                num_top=new.params.logprobs,
             )
         for slot, group, ids in plan.new_blocks:
             self.rows[slot].tables[group] += ids
@@ -373,6 +386,16 @@ class FakeWorker:
         return [
             (group, states[p] if p < drop else hash((states[p], row.num_prompt))) for p in tokens
         ]
+
+    def _rank(self, plan: SchedulerOutput) -> dict[int, list[TokenLogprobs]]:
+        """Return by row the likeliest next tokens, where a token is sampled and they are wanted."""
+        ranked = {}
+        for i, slot in enumerate(plan.slots):
+            row = self.rows[slot]
+            if plan.samples[i] and row.num_top is not None:
+                top = tuple(likely_tokens(row.state(len(row.tokens)))[: row.num_top])
+                ranked[i] = [TokenLogprobs(*top[0], 1, top)]
+        return ranked
 
     def _embed(self, plan: SchedulerOutput, states: list[list[int]]) -> dict[int, list[float]]:
         """Return by row the vectors of finished prompts."""

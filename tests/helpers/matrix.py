@@ -275,7 +275,7 @@ def prompts(vocab: int) -> list[list[int]]:
     rng = random.Random(0)
     shared = [rng.randrange(5, vocab) for _ in range(40)]
     fresh = [[rng.randrange(5, vocab) for _ in range(n)] for n in (1, 7, 31, 32, 33, 90)]
-    return [*fresh, [*shared, 11], [*shared, 12, 13], shared[:32]]
+    return [*fresh, [*shared, 11], [*shared, 12, 13], shared[:32], [*shared, 11, 12, 13, 14]]
 
 
 # A forced text, then one with a choice at each token, longer than any answer.
@@ -288,8 +288,8 @@ OBJECT = Constraint(
 
 
 def params(siblings: int = 1) -> list[SamplingParams]:
-    """Return greedy parameters for most, seeded sampling with all options for the rest; two are
-    structured."""
+    """Return greedy parameters for most, seeded sampling with all options for the others, and a
+    beam search; two texts are structured."""
     common = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "n": siblings}
     greedy = SamplingParams(temperature=0.0, **common)
     seeded = SamplingParams(
@@ -305,7 +305,8 @@ def params(siblings: int = 1) -> list[SamplingParams]:
     )
     structured = greedy.with_changes(structured=OBJECT)
     drawn = seeded.with_changes(structured=OBJECT)
-    return [structured, greedy, greedy, greedy, greedy, greedy, seeded, greedy, drawn]
+    beams = SamplingParams(num_beams=3, **common)
+    return [structured, greedy, greedy, greedy, greedy, greedy, seeded, greedy, drawn, beams]
 
 
 def possible(sampling: list[SamplingParams], model: dict[str, object]) -> list[SamplingParams]:
@@ -382,7 +383,7 @@ def run_column(
     if "max_num_batched_tokens" in column.config:
         assert budget < max(len(output.prompt_token_ids) for output in found)
     if not column.alone and column.config.get("max_num_seqs", 16) > 1:
-        assert stats.steps < stats.delivered_tokens  # requests shared steps
+        assert stats.steps < stats.rows  # requests shared steps
     assert stats.kv_usage == 0
     return found
 

@@ -245,6 +245,14 @@ class BlockPool:
         elif block in self._copies:
             self._drop_copy(block)
 
+    def discard(self, block: int) -> None:
+        """Withdraw the content of a block that nobody will look up again. If it is free, it is
+        allocated before all others."""
+        self.forget(block)
+        if self.ref_counts[block] == 0 and block not in self._pins:
+            self._remove(block)
+            self._append(block)
+
     def forget_all(self) -> int:
         """Withdraw all contents; returns how many there were."""
         count = len(self._index)

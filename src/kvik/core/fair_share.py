@@ -94,7 +94,7 @@ class FairShare:
         self.num_active += account.num_requests == 1
         if not self.contended:
             account.served = max(account.served, self.virtual_time)
-        elif tenant not in waiting:
+        elif tenant not in waiting and request.first_token is None:
             self._come_back(request, account, waiting, running)
 
     def start(self, request: Request) -> None:

@@ -164,6 +164,9 @@ class KVCacheManager:
         if partial:
             for ids in request.block_ids:
                 source = ids[-1]
+                if request.takes_block and self.pool.ref_counts[source] == 1:
+                    self.pool.forget(source)  # it is overwritten
+                    continue
                 ids[-1] = self._allocate(1)[0]
                 copies.append((source, ids[-1]))
                 self.pool.release((source,))
@@ -212,6 +215,26 @@ class KVCacheManager:
         request.num_committed_blocks = max(first, full)
         if self._slides:
             self._release_unseen(request)
+
+    def commit_rest(self, request: Request) -> None:
+        """Publish the partly filled last block of a request, so that others can continue it."""
+        full, rest = divmod(request.num_written_tokens, self.block_size)
+        if not rest or not self.caching or self.checkpoints is not None:
+            return
+        if self.num_public(request, full + 1) <= full or len(request.block_hashes) < full:
+            return
+        key = partial_hash(request, full, request.num_written_tokens, self.block_size)
+        for group, ids in enumerate(request.block_ids):
+            if ids[full] != NULL_BLOCK:
+                self.pool.commit(ids[full], (group, key))
+                request.rest.append(((group, key), ids[full]))
+
+    def drop_rest(self, request: Request) -> None:
+        """Withdraw what `commit_rest` published: no request will continue it."""
+        for key, block in request.rest:
+            if self.pool.has(block, key):
+                self.pool.discard(block)
+        request.rest = []
 
     def use_pins(self, request: Request, now: float) -> None:
         """Note the use of pinned prefixes that an admitted request shares."""
@@ -353,7 +376,7 @@ class KVCacheManager:
 
     def _with_swapped(self, request: Request, match: PrefixMatch) -> PrefixMatch:
         """Extend a match by the partly filled block that the request had when it was preempted, if
-        that was loaded."""
+        that was loaded, or by that of the request which it continues."""
         tokens, length = request.num_swapped_tokens, match.num_tokens // self.block_size
         if tokens // self.block_size != length or not (
             match.num_tokens < tokens <= request.num_cacheable_tokens

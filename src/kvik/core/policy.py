@@ -137,16 +137,17 @@ class Batches(Policy):
     def admissible(
         self, waiting: list[Request], num_running: int, now: float, *, more: bool
     ) -> list[Request]:
-        if num_running:
-            return _rejoining(waiting, self.batch_size - num_running)
-        if not waiting:
-            return []
+        members = _rejoining(waiting, self.batch_size - num_running)
+        if num_running or members or not waiting:
+            return members
         batch = _first_batch(waiting, self.batch_size, self.max_tokens)
         full = len(batch) == self.batch_size or len(batch) < len(waiting)
         return batch if full or not more or now >= self._due(waiting) else []
 
     def wakeup(self, waiting: Sequence[Request], now: float) -> float | None:
-        return self._due(waiting) if waiting else None
+        if not waiting or _rejoining(waiting, self.batch_size):
+            return None
+        return self._due(waiting)
 
     def _due(self, waiting: Sequence[Request]) -> float:
         tokens = sum(r.num_prompt_tokens for r in waiting)
@@ -156,8 +157,8 @@ class Batches(Policy):
 
 
 def _rejoining(waiting: Sequence[Request], limit: int) -> list[Request]:
-    """Return waiting members of the running batch: preempted requests, and those that wait for a
-    prefix computed by a request of the batch."""
+    """Return waiting members of the running batch: preempted requests, those that wait for a prefix
+    computed by a request of the batch, and those that continue one."""
     members: list[Request] = []
     for request in waiting[: max(0, limit)]:
         if not rejoins(request):
@@ -170,7 +171,9 @@ def rejoins(request: Request) -> bool:
     """Return whether a waiting request belongs to the running batch."""
     leader = request.leader
     sibling = leader is not None and leader.status is RequestStatus.RUNNING
-    return sibling or request.awaits_prefix or request.status is RequestStatus.PREEMPTED
+    continues = request.is_beam and request.num_output_tokens > 0
+    preempted = request.status is RequestStatus.PREEMPTED
+    return sibling or request.awaits_prefix or preempted or continues
 
 
 def _first_batch(waiting: Sequence[Request], batch_size: int, max_tokens: int) -> list[Request]:

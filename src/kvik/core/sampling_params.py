@@ -35,6 +35,7 @@ NOTHING_ALLOWED = "the request's rules allow no token"  # an error caused by its
 
 MAX_INT32 = 2**31 - 1
 MAX_N = 128
+MAX_BEAMS = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
 MAX_LIST_ENTRIES = 4096
@@ -183,10 +184,8 @@ SYNONYMS: Mapping[str, Synonym] = {
     "repeat_penalty": Synonym("repetition_penalty"),
     "do_sample": Synonym("temperature", {False: 0.0}, (True,), "temperature says it"),
     "best_of": Synonym(meaningless=ANY, why="it must equal n"),
-    "use_beam_search": Synonym(meaningless=(False,), why="there is no beam search"),
-    "num_beams": Synonym(meaningless=(1,), why="there is no beam search"),
-    "length_penalty": Synonym(meaningless=(1.0, 1), why="there is no beam search"),
-    "early_stopping": Synonym(meaningless=(False,), why="there is no beam search"),
+    "beam_width": Synonym("num_beams"),
+    "use_beam_search": Synonym(meaningless=(False,), why="num_beams does this"),
     "no_repeat_ngram_size": Synonym(meaningless=(0, None), why="dry_multiplier does this"),
     "detokenize": Synonym(meaningless=(True,), why="text is always made"),
     "spaces_between_special_tokens": Synonym(meaningless=(True,), why="the tokenizer decides"),
@@ -242,6 +241,25 @@ class SamplingParams(metaclass=_OtherNames):
 
     n: int = _parameter(
         1, Integer(1, MAX_N), "number of completions of the prompt", label="Answers (n)"
+    )
+    num_beams: int = _parameter(
+        1,
+        Integer(1, MAX_BEAMS),
+        "beams of a beam search, which returns the n most likely outputs it finds; temperature, "
+        "truncation and seed have no effect. 1: outputs are sampled",
+        alias="beam_width",
+    )
+    length_penalty: float = _parameter(
+        1.0,
+        Number(-10, 10),
+        "the log probability of an output is divided by its number of tokens to the power of this",
+        only_with="num_beams",
+    )
+    early_stopping: bool = _parameter(
+        False,
+        Flag(),
+        "end the search once num_beams outputs have ended, even if a better one may follow",
+        only_with="num_beams",
     )
     temperature: float = _parameter(
         1.0,
@@ -417,6 +435,8 @@ class SamplingParams(metaclass=_OtherNames):
             raise ParamError("temperature", str(bad_value(text, self.temperature)))
         if self.prompt_logprobs_start and self.prompt_logprobs is None:
             raise ParamError("prompt_logprobs_start", "needs prompt_logprobs")
+        if self.num_beams > 1:
+            self._check_beams()
         if self.max_tokens is None:
             return
         if self.max_tokens == 0 and (self.prompt_logprobs is None or self.n > 1):
@@ -426,6 +446,14 @@ class SamplingParams(metaclass=_OtherNames):
         if self.min_tokens > self.max_tokens:
             text = f"must be at most max_tokens ({self.max_tokens}), not {self.min_tokens}"
             raise ParamError("min_tokens", text)
+
+    def _check_beams(self) -> None:
+        if self.n > self.num_beams:
+            raise ParamError("n", f"must be at most num_beams ({self.num_beams}), not {self.n}")
+        for name in ("stop", "structured", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and value != ():
+                raise ParamError(name, "must not be given with num_beams")
 
     @property
     def greedy(self) -> bool:

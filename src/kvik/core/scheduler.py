@@ -87,7 +87,7 @@ class Step:
         plan.num_draft_tokens.append(0)
         plan.samples.append(samples)
         self.requests.append(request)
-        self.num_chunks += 1
+        self.num_chunks += not (request.is_beam and num_tokens == 1)
 
     def extend(self, request: Request, new: list[list[int]]) -> None:
         """Add the blocks `new` (a list for each KV group) of a running request."""
@@ -918,7 +918,9 @@ class Scheduler:
         if logprobs is not None:
             logprobs = logprobs[: len(tokens)]
         if reason is not None:
-            delta = self._finish(request, reason, now, tokens, logprobs)
+            # The token of a beam is chosen among those of all beams, by their log probabilities.
+            given = [] if request.is_beam else tokens
+            delta = self._finish(request, reason, now, given, logprobs)
             delta.complete = complete
             return delta
         proposed = output.num_draft_tokens
@@ -979,6 +981,8 @@ class Scheduler:
         if running and error is None:
             self.kv.commit(request)
             self.kv.pin(request, now)
+            if request.is_beam:
+                self.kv.commit_rest(request)
             written = request.num_written_tokens == request.num_computed_tokens
             if self.kv.checkpoints is not None and written:
                 self._take_checkpoint(request)

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from kvik.config.config import ResolvedConfig
+from kvik.core.beams import BeamSearch
 from kvik.core.plan import GraphCounts, ModelRunnerOutput, SchedulerOutput
+from kvik.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from kvik.core.scheduler import Scheduler
 from kvik.core.types import (
     POOLINGS,
@@ -59,6 +61,8 @@ def check_request(config: ResolvedConfig, request: EngineRequest) -> None:
             f"must be in the prompt of {len(prompt)} tokens, not {params.prompt_logprobs_start}",
         )
     params.check_against(vocab_size, limit)
+    if params.num_beams > 1:
+        _check_beams(config, params)
     if params.min_tokens > limit - len(prompt):
         raise ParamError(
             "min_tokens",
@@ -147,6 +151,20 @@ def _check_pooling(config: ResolvedConfig, request: EngineRequest) -> None:
         raise ParamError("n", f"must be 1 where hidden states are pooled, not {request.params.n}")
 
 
+def _check_beams(config: ResolvedConfig, params: SamplingParams) -> None:
+    stop_ids = _stop_ids(config, params)
+    most = MAX_LOGPROBS - len(stop_ids)
+    if params.num_beams > most:
+        ends = f"with {len(stop_ids)} tokens that end an output"
+        raise ParamError("num_beams", f"must be at most {most} {ends}, not {params.num_beams}")
+
+
+def _stop_ids(config: ResolvedConfig, params: SamplingParams) -> frozenset[int]:
+    """Return the tokens that end an output."""
+    eos = () if params.ignore_eos else config.model.eos_token_ids
+    return frozenset(params.stop_token_ids).union(eos)
+
+
 def _check_blocks(config: ResolvedConfig, longest: int, field: str) -> None:
     cache, chunk = config.cache, config.scheduler.max_num_batched_tokens
     needed = cache.max_blocks(longest, chunk)
@@ -176,6 +194,7 @@ class EngineCore:
         self.scheduler = Scheduler(config.scheduler, config.cache)
         self._slots = {adapter.name: slot for slot, adapter in enumerate(config.runner.adapters)}
         self._requests: dict[str, list[Request]] = {}  # unfinished siblings by request id
+        self._searches: dict[str, BeamSearch] = {}  # by request id
         self._num_unseeded = 0
         self._proposing = 0.0
         # Totals of requests that ended; see `RequestSpeculation`.
@@ -200,7 +219,8 @@ class EngineCore:
         self.check(request)
         params, prompt = request.params, request.prompt_token_ids
         resumed_by_index = {handover.index: handover for handover in request.resumed}
-        indexes = sorted(resumed_by_index) or range(params.n)
+        searches = params.num_beams > 1 and request.pooling is None
+        indexes = sorted(resumed_by_index) or range(1 if searches else params.n)
         self.scheduler.waiting.check_capacity(len(indexes), len(indexes) * len(prompt))
         seed = resumed_by_index[indexes[0]].seed if resumed_by_index else params.seed
         if seed is None:
@@ -209,7 +229,6 @@ class EngineCore:
         longest = max_length(self.config, request)
         guesses = self.config.speculation is not None and params.speculation
         guesses = guesses and request.pooling is None
-        eos = () if params.ignore_eos else self.config.model.eos_token_ids
         salt = salt_of(self.config, request)
         siblings: list[Request] = []
         for index in indexes:
@@ -227,7 +246,7 @@ class EngineCore:
                     token_ids=self._array([*prompt, *output]) if output else self._array(prompt),
                     num_prompt_tokens=len(prompt),
                     max_length=longest,
-                    stop_ids=frozenset(params.stop_token_ids).union(eos),
+                    stop_ids=_stop_ids(self.config, params),
                     seed=derive_seed(seed, index) if resumed is None else resumed.seed,
                     arrival=now,
                     priority=request.priority,
@@ -246,6 +265,9 @@ class EngineCore:
             )
             if resumed is not None:
                 _resume(siblings[-1], resumed)
+        if searches:
+            search = self._searches[request.request_id] = BeamSearch(siblings[0])
+            siblings = search.requests
         for sibling in siblings:
             self.scheduler.add(sibling, now)
             # One by one, so that if one fails, those before it can still be ended.
@@ -296,14 +318,19 @@ class EngineCore:
         reason: FinishReason = FinishReason.ABORT,
         error: str | None = None,
     ) -> None:
-        """End a request, or one of its siblings, at any moment; unknown ids are already gone."""
+        """End a request, or one of its siblings, at any moment; unknown ids are already gone. The
+        outputs of a beam search end together."""
+        everything = index is None or request_id in self._searches
         for request in self._requests.get(request_id, [])[:]:
-            if index is None or request.index == index:
+            if everything or request.index == index:
                 self.scheduler.end(request, reason, now, error)
 
     def hand_over(self, request_id: str, now: float) -> None:
         """Let another engine continue the unfinished siblings of a request; the last delta of each
-        has its `Handover`. Does nothing if a step in flight has a row of one of them."""
+        has its `Handover`. Does nothing if a step in flight has a row of one of them, or if they
+        are beams."""
+        if request_id in self._searches:
+            return
         siblings = [
             request for request in self._requests.get(request_id, []) if not request.finished
         ]
@@ -408,6 +435,7 @@ class EngineCore:
         )
 
     def _note_finished(self, deltas: Sequence[RequestDelta]) -> list[RequestDelta]:
+        noted: list[RequestDelta] = []
         for delta in deltas:
             if delta.finish_reason is not None:
                 siblings = self._requests[delta.request_id]
@@ -417,4 +445,35 @@ class EngineCore:
                 siblings[:] = [r for r in siblings if r.index != delta.index]
                 if not siblings:
                     del self._requests[delta.request_id]
-        return list(deltas)
+            if delta.request_id in self._searches:
+                noted += self._search_on(delta)
+            else:
+                noted.append(delta)
+        return noted
+
+    def _search_on(self, delta: RequestDelta) -> list[RequestDelta]:
+        """Process the end of a request of a beam search. Returns the last deltas of the search if
+        it is over."""
+        search, kv = self._searches[delta.request_id], self.scheduler.kv
+        assert delta.report is not None
+        now = delta.report.finished
+        search.take(delta)
+        rest = self._requests.get(delta.request_id, [])
+        if search.failed is not None:
+            assert search.failed.finish_reason is not None
+            for other in rest[:]:
+                self.scheduler.end(other, search.failed.finish_reason, now, search.failed.error)
+        if rest:
+            return []
+        for request in search.advance():
+            kv.drop_rest(request)
+        if search.requests:
+            self._requests[delta.request_id] = search.requests[:]
+            for request in search.requests:
+                self.scheduler.add(request, now)
+            return []
+        del self._searches[delta.request_id]
+        outputs = search.last_deltas(now)
+        tokens = sum(len(output.token_ids) for output in outputs)
+        self.scheduler.counters.delivered_tokens += tokens
+        return outputs

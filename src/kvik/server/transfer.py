@@ -75,7 +75,9 @@ class Transfer:
         """Return the parameters for the part that is generated here."""
         if self.resumed is not None:
             return params.with_changes(max_tokens=self.resumed.max_tokens)
-        return params.with_changes(max_tokens=1, min_tokens=0) if self.lends else params
+        return (
+            params.with_changes(max_tokens=1, min_tokens=0, num_beams=1) if self.lends else params
+        )
 
 
 class MovedOutput(msgspec.Struct, frozen=True, array_like=True):

@@ -20,7 +20,6 @@ NOTHING: Table = {}
 NOTHING_KEPT = "the server keeps no conversations: send all of it"
 RESPONSES_KEPT = "the server keeps responses, but no conversations: give previous_response_id"
 STRUCTURED = "give response_format or structured_outputs"
-BEAMS = "beam search is not supported"
 
 # field -> error code that makes its clients send the request again without it
 CODES: Mapping[str, str] = {"thread": "thread_unsupported_request"}
@@ -109,12 +108,7 @@ SAMPLING: Table = {
     "guidance_scale": ((1, *_OFF), _GUIDED),
     "cfg_scale": ((1, *_OFF), _GUIDED),
     "negative_prompt": (("",), _GUIDED),
-    # beams
-    "use_beam_search": (_OFF, BEAMS),
-    "beam_width": ((1, *_OFF), BEAMS),
-    "num_beams": ((1, *_OFF), BEAMS),
-    "length_penalty": ((1, *_OFF), BEAMS),
-    "early_stopping": (_OFF, BEAMS),
+    "use_beam_search": (_OFF, "give num_beams"),
     # where the output begins and ends
     "best_of": ((1, *_OFF), "give n"),
     **limited_by("max_tokens"),

@@ -264,7 +264,12 @@ class Sampler:
         if batch.typical is not None:
             token_ids = self._take(shaped, token_ids, batch.typical)
         requested = {row: top for row, top in batch.logprobs.items() if row not in bad_rows}
-        scores = _score(logits, token_ids, requested) if requested else None
+        scores = None
+        if requested:
+            if batch.ruled and batch.beams is not None:
+                by_rules = shaped.index_select(0, batch.beams)
+                logits = logits.float().index_copy(0, batch.beams, by_rules)
+            scores = _score(logits, token_ids, requested)
         return Sampled(token_ids, bad_rows, tuple(unchecked), scores, requested)
 
     def guess(
@@ -334,7 +339,7 @@ def _note_bad(bad_rows: dict[int, str], largest: NDArray[Any], reason: str) -> N
 
 
 def _score(logits: Tensor, token_ids: Tensor, requested: dict[int, int]) -> Scores:
-    """Score tokens by the model's own distribution, before any rule.
+    """Score tokens by the model's own distribution, before any rule; those of beams after all.
 
     Args:
         requested: row -> how many of the most likely tokens.

@@ -72,6 +72,7 @@ class SamplingBatch:
 
     Attributes:
         logprobs: row -> how many of the most likely tokens to report with the sampled one.
+        beams: [n] int64, rows whose log probabilities are those by their rules.
     """
 
     edits: Edits | None = None
@@ -81,6 +82,7 @@ class SamplingBatch:
     guessed: GuessedRows | None = None
     typical: TypicalRows | None = None
     logprobs: dict[int, int] = field(default_factory=dict)
+    beams: Tensor | None = None
 
     @property
     def ruled(self) -> bool:

@@ -118,7 +118,8 @@ class _Need:
     TOKEN_RULES = 4
     LOGPROBS = 8
     GRAMMAR = 16
-    TRUNCATION = 32  # bit of the first of `TRUNCATIONS`; those of the others follow
+    BEAM = 32  # log probabilities by its rules
+    TRUNCATION = 64  # bit of the first of `TRUNCATIONS`; those of the others follow
 
 
 _TRUNCATION_BITS = {one.name: _Need.TRUNCATION << number for number, one in enumerate(TRUNCATIONS)}
@@ -424,6 +425,11 @@ class SamplingTable:
             guessed=guessed,
             typical=typical,
             logprobs=logprobs,
+            beams=(
+                self._ids(np.flatnonzero(rows["needs"] & _Need.BEAM))
+                if needs & _Need.BEAM
+                else None
+            ),
         )
 
     def uniforms(
@@ -562,4 +568,6 @@ def _needs(params: SamplingParams, vocab_size: int) -> int:
         needs |= _Need.GRAMMAR
     if params.logprobs is not None:
         needs |= _Need.LOGPROBS
+    if params.num_beams > 1:
+        needs |= _Need.BEAM
     return needs

@@ -374,7 +374,7 @@ OTHERS: dict[str, tuple[Any, list[Any]]] = {
     "repeat_last_n": (64, [-1]),
     "do_sample": (False, [True]),
     "best_of": (2, [1]),
-    "beam_width": (True, [1]),  # true is not 1
+    "use_beam_search": (True, [False]),
     "max_new_tokens": (5, [None]),
     "max_output_tokens": (5, [None]),
     "stop_regex": ("a+", [""]),

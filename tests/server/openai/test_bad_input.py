@@ -23,7 +23,8 @@ STRICT = '{"type": "json_schema", "json_schema": {"strict": true, "schema": {"no
 BOTH = [
     *((name, json.dumps(values[0])) for name, values in BAD.items()),
     # too large, or impossible for this model
-    ("beam_width", "1000000"),
+    ("num_beams", "1000000"),
+    ("use_beam_search", "true"),
     ("max_tokens", "512"),  # the context, which includes the prompt
     ("min_tokens", "2"),  # more than max_tokens
     ("logit_bias", '{"99999": 1}'),

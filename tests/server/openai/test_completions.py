@@ -41,6 +41,14 @@ def test_a_seed_draws_as_in_the_library(complete: Any, llm: LLM) -> None:
     )
 
 
+def test_beams(complete: Any, llm: LLM) -> None:
+    answer = complete(n=2, max_tokens=12, extra_body={"beam_width": 3})
+    params = llm.default_params.with_changes(n=2, max_tokens=12, num_beams=3)
+    (expected,) = llm.generate(TEXT, params)
+    assert [choice.text for choice in answer.choices] == [one.text for one in expected.outputs]
+    assert answer.usage.completion_tokens == expected.num_output_tokens
+
+
 def test_the_default_limit_is_sixteen_tokens(complete: Any) -> None:
     answer = complete(extra_body={"ignore_eos": True})
     assert answer.usage.completion_tokens == 16
