@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from math import log
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvik import LLM, SamplingParams
 from kvik.config.model_source import BUNDLED
+from kvik.core.structured import Constraint
 
 TEXTS = ("Once upon a time", "The king said to his daughter that she must", "A fox")
 COMMA, STOP = 14, 16  # tokens that end many outputs
@@ -94,6 +96,21 @@ def test_a_search_with_room_for_all_outputs_finds_the_best(llm):
         total = sum(entry.logprob for entry in output.logprobs)
         assert total == pytest.approx(sums[tuple(output.token_ids)], abs=1e-3)
         assert all(entry.rank <= 3 and len(entry.top) == 1 for entry in output.logprobs)
+
+
+@pytest.mark.parametrize("regex", ["(yes|no|perhaps) [a-c]{1,2}", "[a-z]{2,4} king", "(ab)?"])
+def test_outputs_satisfy_a_constraint(llm, regex):
+    """Also those that are complete without a token that ends them."""
+    params = SamplingParams(
+        num_beams=6, n=3, max_tokens=12, logprobs=0, structured=Constraint("regex", regex)
+    )
+    (output,) = llm.generate([TEXTS[0]], params)
+    scores = []
+    for made in output.outputs:
+        assert (made.finish_reason, made.error) == ("stop", None)
+        assert re.fullmatch(regex, made.text)
+        scores.append(sum(entry.logprob for entry in made.logprobs) / len(made.token_ids))
+    assert scores == sorted(scores, reverse=True)
 
 
 def test_a_search_does_not_depend_on_sampling(llm):

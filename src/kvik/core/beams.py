@@ -57,11 +57,17 @@ class Beam:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ended:
-    """An output that has ended."""
+    """An output that has ended.
 
-    beam: Beam
+    Attributes:
+        beam: None: it has no tokens.
+        complete: it is a structured text that ended without a stop token.
+    """
+
+    beam: Beam | None
     score: float
     reason: FinishReason
+    complete: bool = False
 
 
 class BeamSearch:
@@ -111,7 +117,7 @@ class BeamSearch:
         if delta.logprobs is None:
             self.failed = self.failed or delta
         else:
-            self._tops[delta.index] = delta.logprobs[0].top
+            self._tops[delta.index] = delta.logprobs[0].top if delta.logprobs else ()
 
     def advance(self) -> list[Request]:
         """Choose the beams of the next round, once all requests of this one have ended.
@@ -120,6 +126,9 @@ class BeamSearch:
             The requests of this round that no beam continues.
         """
         num_beams = self._params.num_beams
+        for index, top in sorted(self._tops.items()):
+            if not top:  # its text was complete before, which only the worker knows
+                self._keep(self._before(index), FinishReason.STOP, complete=True)
         beams: list[Beam] = []
         for place, beam in enumerate(() if self.failed else self._continuations()):
             reason = self._end_of(beam)
@@ -153,10 +162,11 @@ class BeamSearch:
             delta.error = f"n: the rules of the request allow only {len(self._ended)} outputs"
         else:
             ended = self._ended[index]
-            tokens, length = ended.beam.tokens(), ended.beam.length
+            tokens = [] if ended.beam is None else ended.beam.tokens()
+            length = len(tokens)
             delta.token_ids = [entry.token_id for entry in tokens]
-            delta.finish_reason = ended.reason
-            if delta.token_ids[-1] in self._params.stop_token_ids:
+            delta.finish_reason, delta.complete = ended.reason, ended.complete
+            if delta.token_ids[-1:] and delta.token_ids[-1] in self._params.stop_token_ids:
                 delta.stop_reason = delta.token_ids[-1]
             if self._params.logprobs is not None:
                 delta.logprobs = tokens
@@ -193,25 +203,30 @@ class BeamSearch:
         tokens.append(beam.token.token_id)
         request = self._request(index, tokens)
         request.block_hashes = parent.block_hashes[:]
-        request.num_swapped_tokens = computed
+        request.num_kept_tokens = computed
         request.takes_block = is_last
         return request
 
     def _continuations(self) -> Iterator[Beam]:
         """Yield the most likely continuations of all beams, the best first."""
-        before_by_index = self._beams or (None,)
-        ranked = [
-            (-(before.logprob if before else 0.0) - logprob, index, rank, token, logprob)
-            for index, before in enumerate(before_by_index)
-            for rank, (token, logprob) in enumerate(self._tops[index], 1)
-            if logprob > -inf
-        ]
+        ranked = []
+        for index, top in self._tops.items():
+            before = self._before(index)
+            ranked += [
+                (-(before.logprob if before else 0.0) - logprob, index, rank, token, logprob)
+                for rank, (token, logprob) in enumerate(top, 1)
+                if logprob > -inf
+            ]
         shown = self._params.logprobs or 0
         for negative, index, rank, token, logprob in sorted(ranked):
             entry = TokenLogprobs(token, logprob, rank, self._tops[index][:shown])
-            before = before_by_index[index]
+            before = self._before(index)
             length = 1 + (before.length if before else 0)
             yield Beam(index, before, entry, -negative, length)
+
+    def _before(self, index: int) -> Beam | None:
+        """Return the beam that a request of this round continues."""
+        return self._beams[index] if self._beams else None
 
     def _end_of(self, beam: Beam) -> FinishReason | None:
         """Return why an output ends with its last token, or None."""
@@ -221,9 +236,10 @@ class BeamSearch:
             return FinishReason.LENGTH
         return None
 
-    def _keep(self, beam: Beam, reason: FinishReason) -> None:
+    def _keep(self, beam: Beam | None, reason: FinishReason, *, complete: bool = False) -> None:
         """Keep an output that has ended, if it is one of the best."""
-        self._ended.append(_Ended(beam, self._score(beam), reason))
+        score = 0.0 if beam is None else self._score(beam)
+        self._ended.append(_Ended(beam, score, reason, complete))
         self._ended.sort(key=lambda ended: -ended.score)
         del self._ended[self._params.num_beams :]
 

@@ -83,8 +83,8 @@ class KVCacheManager:
             match = PrefixMatch(0, [[] for _ in self.groups])
         else:
             match = self._longest_cached(request.block_hashes[:usable])
-        if request.num_swapped_tokens:
-            match = self._with_swapped(request, match)
+        if request.num_kept_tokens:
+            match = self._with_rest(request, match)
         forked = self._fork(request)
         return forked if forked and forked.num_tokens > match.num_tokens else match
 
@@ -374,10 +374,10 @@ class KVCacheManager:
             self.pool.acquire(block)
         return self._allocate(count)
 
-    def _with_swapped(self, request: Request, match: PrefixMatch) -> PrefixMatch:
+    def _with_rest(self, request: Request, match: PrefixMatch) -> PrefixMatch:
         """Extend a match by the partly filled block that the request had when it was preempted, if
         that was loaded, or by that of the request which it continues."""
-        tokens, length = request.num_swapped_tokens, match.num_tokens // self.block_size
+        tokens, length = request.num_kept_tokens, match.num_tokens // self.block_size
         if tokens // self.block_size != length or not (
             match.num_tokens < tokens <= request.num_cacheable_tokens
         ):

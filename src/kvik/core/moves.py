@@ -233,7 +233,7 @@ class Moves:
         """Store the blocks of a preempted request, including a partly filled last one."""
         kv, written = self.kv, min(request.num_written_tokens, len(request.token_ids))
         full, rest = divmod(written, kv.block_size)
-        request.num_swapped_tokens = written
+        request.num_kept_tokens = written
         hashes = request.block_hashes[:full]
         stored = len(hashes) == full
         for i, key in enumerate(hashes):  # some may be in the backlog of the disk
@@ -258,7 +258,7 @@ class Moves:
             request.source = None
         elif request.source is not None:
             self._sources.append(request.source)
-            request.num_swapped_tokens = request.source.num_tokens
+            request.num_kept_tokens = request.source.num_tokens
 
     def started(self, request: Request) -> None:
         """Note that a request has its blocks and a row."""
@@ -499,7 +499,7 @@ class Moves:
         length = kv.usable_length(hashes, usable, is_there)
         keys = self._visible(hashes[:length], length * size)
         tokens = length * size
-        swapped = request.num_swapped_tokens
+        swapped = request.num_kept_tokens
         if swapped // size == length and tokens < swapped <= request.num_cacheable_tokens:
             partial = partial_hash(request, length, swapped, size)
             rest = [(group, partial) for group in range(len(kv.groups))]

@@ -450,10 +450,9 @@ class SamplingParams(metaclass=_OtherNames):
     def _check_beams(self) -> None:
         if self.n > self.num_beams:
             raise ParamError("n", f"must be at most num_beams ({self.num_beams}), not {self.n}")
-        for name in ("stop", "structured", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None and value != ():
-                raise ParamError(name, "must not be given with num_beams")
+        if self.stop or self.prompt_logprobs is not None:
+            name = "stop" if self.stop else "prompt_logprobs"
+            raise ParamError(name, "must not be given with num_beams")
 
     @property
     def greedy(self) -> bool:

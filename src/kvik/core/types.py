@@ -304,9 +304,9 @@ class Request:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first scheduling
     num_pinned_tokens: int = 0  # prompt tokens written by this request, and pinned
     num_preemptions: int = 0
-    # Computed before, by this request until it was preempted or by the one that it continues; the
-    # partly filled last block of them may be cached or in a tier.
-    num_swapped_tokens: int = 0
+    # Computed before, by this request until it was preempted or by the one that it continues, and
+    # perhaps still cached or in a tier: also a partly filled last block.
+    num_kept_tokens: int = 0
     is_beam: bool = False  # the next token of a beam; others may continue it
     takes_block: bool = False  # no other request needs the partly filled block that it continues
     # Of a beam that has ended: its partly filled last block of each KV group, and the content.
