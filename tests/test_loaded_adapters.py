@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,16 @@ def bits(output: RequestOutput) -> object:
     (completion,) = output.outputs
     assert completion.error is None
     return completion.token_ids, completion.logprobs
+
+
+def agree(output: RequestOutput, other: RequestOutput, *, exactly: bool) -> bool:
+    """Return whether two answers have the same tokens, and the same log probabilities or nearly."""
+    if exactly:
+        return bits(output) == bits(other)
+    pairs = zip(output.outputs[0].logprobs or (), other.outputs[0].logprobs or (), strict=True)
+    return output.outputs[0].token_ids == other.outputs[0].token_ids and all(
+        one.logprob == pytest.approx(two.logprob, abs=1e-4) for one, two in pairs
+    )
 
 
 @pytest.fixture(scope="module")
@@ -345,20 +356,22 @@ def test_in_a_group_all_processes_load_or_none(
     tmp_path: Path,
     forked: None,
 ) -> None:
+    # The sums of torch's products may depend on where in memory an adapter's slot lies.
+    same = partial(agree, exactly=options.get("kernels") != "torch")
     with LLM(**{**OPTIONS, **options}, adapters={"one": folders["one"]}) as llm:
-        right = bits(answer(llm, "one"))
+        right = answer(llm, "one")
     pairs = {name: draw_pairs({name: size}, 9)[name] for name, size in list(layers.items())[:1]}
     first = write_adapter(tmp_path / "first", pairs)  # does not fit into the first layer
     with LLM(**{**OPTIONS, **options}) as llm:
-        plain = bits(answer(llm))
+        plain = answer(llm)
         with pytest.raises(ParamError, match="has rank 9"):
             llm.load_adapter("first", first)
         llm.load_adapter("one", folders["one"])
-        assert bits(answer(llm, "one")) == right != plain
+        assert same(answer(llm, "one"), right) and not same(right, plain)
         llm.unload_adapter("one")
         llm.load_adapter("two", folders["two"])
         llm.load_adapter("one", folders["one"])
-        assert bits(answer(llm, "one")) == right and bits(answer(llm)) == plain
+        assert same(answer(llm, "one"), right) and same(answer(llm), plain)
 
 
 async def tokens_of(engine: AsyncLLM, adapter: str = "", **changes: Any) -> list[int]:
