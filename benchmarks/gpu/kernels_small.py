@@ -1,4 +1,5 @@
-"""The kernels between products and attention, and sampling: all bound by bandwidth.
+"""The kernels between products and attention, and sampling: all bound by bandwidth, except the
+recurrences of a prompt: in chunks, and token by token, as with a draft.
 
 At 64 tokens, where the launch dominates, and at 8192; a vocabulary of 128256. Each reads its
 operands once and writes its results once: those are the bytes. Calls alternate between operands.
@@ -7,6 +8,7 @@ operands once and writes its results once: those are the bytes. Calls alternate 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,7 +18,7 @@ from place import DEVICE, sized
 from steps import Heads, cache, layout
 from torch import Tensor
 
-from kvik.kernels.ops import Draws, Truncation
+from kvik.kernels.ops import Draws, Sequences, StateHeads, Truncation
 from kvik.kernels.triton.ops import triton_ops
 from kvik.kernels.triton.rotary import rotate_and_store
 from kvik.kernels.weights import Activation
@@ -25,6 +27,12 @@ HIDDEN, INNER, VOCAB = sized((4096, 14336, 128256), (64, 96, 300))
 TOKENS = sized((64, 8192), (3,))
 BATCHES = sized((1, 64, 256), (2,))
 HEADS = sized(Heads(), Heads(4, 2, 32))
+PROMPTS = sized((1024, 8192), (70,))
+# Key heads, value heads, key and value channels: of Qwen3-Next, and of Granite 4 H Small.
+RULES = {
+    "delta rule": sized((16, 32, 128, 128), (1, 2, 16, 16)),
+    "state space": sized((1, 128, 128, 64), (1, 2, 16, 16)),
+}
 
 
 def measure(notes: Notes, time: Timer = timed) -> None:
@@ -48,6 +56,13 @@ def measure(notes: Notes, time: Timer = timed) -> None:
             title = f"{name}, batch {batch}"
             moves = 4.0 * batch * VOCAB
             notes.attempt(title, partial(_rate, notes, time, title, make, moves, "read"))
+    for tokens in PROMPTS:
+        for rule in RULES:
+            moves = _recurrence_bytes(rule, tokens)
+            for drafts, how in ((0, "in chunks"), (1, "token by token")):
+                title = f"{rule}, {tokens} tokens {how}"
+                make = partial(_recurrence, ops.recurrence, rule, tokens, drafts)
+                notes.attempt(title, partial(_rate, notes, time, title, make, moves, "copy"))
 
 
 def _rate(
@@ -100,3 +115,31 @@ def _draw(draw: Callable[[Tensor, Draws], Tensor], batch: int, top_p: float | No
     uniforms = torch.rand(batch, dtype=torch.float64, device=DEVICE)
     draws = Draws(torch.ones(batch, device=DEVICE), uniforms, Truncation(top_p=kept))
     return lambda: draw(logits, draws)
+
+
+def _recurrence_bytes(rule: str, tokens: int) -> float:
+    """Return the bytes of inputs and outputs, and of the state, which is read and written."""
+    key_heads, value_heads, key_dim, value_dim = RULES[rule]
+    channels = 2 * key_heads * key_dim + 2 * value_heads * value_dim
+    return 2.0 * tokens * channels + 8 * value_heads * key_dim * value_dim
+
+
+def _recurrence(recurrence: Callable[..., Tensor], rule: str, tokens: int, drafts: int) -> Call:
+    """Return the call for a prompt that began in an earlier step."""
+
+    def each(*numbers: int) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+
+    key_heads, value_heads, key_dim, value_dim = RULES[rule]
+    space = rule == "state space"
+    decay, bias, skip = torch.randn(3, value_heads, device=DEVICE)
+    heads = StateHeads(decay, bias, key_heads, skip if space else None)
+    channels, columns = 2 * key_heads * key_dim + value_heads * value_dim, value_heads * (2 - space)
+    x = torch.randn(tokens, channels, device=DEVICE).bfloat16()
+    gates = torch.randn(tokens, columns, device=DEVICE).bfloat16()
+    state = torch.randn(1, value_heads, key_dim, value_dim, device=DEVICE)
+    log = torch.zeros(1, drafts, channels + columns, device=DEVICE)
+    sequences = Sequences(each(0, tokens), each(2 * tokens), each(0), tokens)
+    if drafts:
+        sequences = replace(sequences, pending=each(0), drafts=each(drafts))
+    return lambda: recurrence(x, gates, heads, state, log, sequences)

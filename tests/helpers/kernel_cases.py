@@ -8,10 +8,10 @@ vector, strided views.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from typing import get_args
 
 import torch
@@ -660,8 +660,18 @@ def _states() -> list[Case]:
     def sequences(m: Maker, drafted: bool) -> Sequences:
         starts, lengths, rows = [0, 1, 6, 6, 7, 16], [5, 5, 9, 3, 20], [3, 0, 4, -1, 2]
         pending, drafts = [2, 0, 0, 0, most_drafts], [0, most_drafts, 0, 0, 3]
-        numbers = (starts, lengths, rows, pending, drafts)[: 5 if drafted else 3]
-        return Sequences(*(torch.tensor(each).to(m.device, torch.int32) for each in numbers))
+        return placed(m, starts, lengths, rows, *((pending, drafts) if drafted else ()))
+
+    def long_sequences(m: Maker, drafted: bool) -> Sequences:
+        """Return sequences of one to several chunks of a GPU."""
+        starts, lengths = [0, 63, 64, 161, 225, 292], [63, 9, 97, 70, 97]
+        drafts = ([0, 0, 0, 0, 3], [0, 0, 0, 2, 0]) if drafted else ()
+        return placed(m, starts, lengths, [3, 4, 0, 2, 1], *drafts)
+
+    def placed(m: Maker, starts: Sequence[int], *numbers: Sequence[int]) -> Sequences:
+        longest = max(end - start for start, end in pairwise(starts))
+        each = [torch.tensor(n).to(m.device, torch.int32) for n in (starts, *numbers)]
+        return Sequences(*each[:3], longest, *each[3:])
 
     def masked(y: Tensor) -> Tensor:
         y[6] = 0  # of padding, which is undefined
@@ -698,8 +708,11 @@ def _states() -> list[Case]:
         *,
         space: bool = False,
         drafted: bool = False,
+        long: bool = False,
     ) -> Case:
         def make(m: Maker) -> Arguments:
+            of = (long_sequences if long else sequences)(m, drafted)
+            tokens = int(of.starts[-1])
             channels = 2 * key_heads * key_dim + value_heads * value_dim
             state = m.normal(5, value_heads, key_dim, value_dim, dtype=torch.float32)
             state[0] = float("nan")
@@ -709,14 +722,19 @@ def _states() -> list[Case]:
                 m.normal(value_heads, dtype=torch.float32) for _ in range(3 if space else 2)
             )
             heads = StateHeads(decay, bias, key_heads, *skip)
-            wide, gates = m.normal(16, channels + 3), m.normal(16, columns)
-            return wide[:, 1 : channels + 1], gates, heads, state, log, sequences(m, drafted)
+            wide, gates = m.normal(tokens, channels + 3), m.normal(tokens, columns)
+            if long:
+                wide *= 0.5
+                decay[-1], gates = 5.0, gates * 3  # many tokens forget everything, others nothing
+                wide[65:100] = wide[64]  # equal keys
+            return wide[:, 1 : channels + 1], gates, heads, state, log, of
 
         def run(ops: Ops, *args: Argument) -> Tensor:
-            return masked(ops.recurrence(*args))
+            y = ops.recurrence(*args)
+            return y if long else masked(y)
 
         name = f"{key_heads}/{value_heads} of {key_dim}x{value_dim}"
-        name += " space" * space + " drafts" * drafted
+        name += " space" * space + " drafts" * drafted + " long" * long
         return Case("recurrence", name, make, run, written=(3, 4), product=True)
 
     def gated(rows: int, dim: int, by: str, gates: int, fp32: bool = False) -> Case:
@@ -731,6 +749,9 @@ def _states() -> list[Case]:
         *(convolution(*sizes) for sizes in ((1, 2, False, False), (70, 3, True, True))),
         *(convolution(300, 4, False, True, drafted) for drafted in (False, True)),
         convolution(70, 2, True, True, drafted=True),
+        recurrence(1, 2, 128, 64, space=True, long=True),
+        recurrence(1, 2, 32, 32, drafted=True, long=True),
+        recurrence(1, 1, 128, 40, long=True),
         *(
             recurrence(*sizes, space=space, drafted=drafted)
             for sizes in ((1, 1, 4, 3), (2, 4, 24, 40), (1, 3, 17, 70))

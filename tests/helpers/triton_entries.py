@@ -592,25 +592,37 @@ SMALL = (
     _entries("heads of bf16", rows.store_kv, *_heads()[1:], _K, _V, _i64(9)),
 )
 
-_SEQUENCES, _DELTA = Sequences(_i32(3), _i32(2), _i32(2)), StateHeads(_fp32(32), _fp32(32), 16)
+_SEQUENCES = Sequences(_i32(3), _i32(2), _i32(2), states.LONG)
+_DELTA = StateHeads(_fp32(32), _fp32(32), 16)
 _DRAFTED = replace(_SEQUENCES, pending=_i32(2), drafts=_i32(2))
 _TAPS, _CHANNELS, _STATE = _bf16(4, 4096), _fp32(3, 7, 4096), _fp32(3, 32, 128, 128)
 _LOG = _fp32(3, 4, 8192 + 64)
 _SPACE = replace(_DELTA, skip=_fp32(32))
 
+_LINEAR = states.recurrence, _WIDE, _bf16(9, 64), _DELTA, _STATE, _LOG
+_SPACES = states.recurrence, _WIDE, _bf16(9, 32), _SPACE, _STATE, _LOG
+
 STATES = (
     _entries("SiLU, bf16", states.gated, _X, _X, "silu"),
     *(
-        entries
+        _entries(what, states.causal_conv, _X, _TAPS, None, _CHANNELS, of, True)
         for what, of in (("bf16", _SEQUENCES), ("bf16, drafts", _DRAFTED))
-        for entries in (
-            _entries(what, states.causal_conv, _X, _TAPS, None, _CHANNELS, of, True),
-            _entries(what, states.recurrence, _WIDE, _bf16(9, 64), _DELTA, _STATE, _LOG, of),
-            _entries(
-                f"space, {what}", states.recurrence, _WIDE, _bf16(9, 32), _SPACE, _STATE, _LOG, of
-            ),
-        )
     ),
+    # Chunks of 16 tokens, each after the other.
+    _entries(
+        "bf16",
+        *_LINEAR,
+        _SEQUENCES,
+        loop=Loop(copies=4, products=6, loads=7, barriers=40, instructions=2300),
+    ),
+    _entries(
+        "space, bf16",
+        *_SPACES,
+        _SEQUENCES,
+        loop=Loop(copies=4, products=6, loads=5, barriers=17, instructions=1020),
+    ),
+    _entries("bf16, drafts", *_LINEAR, _DRAFTED),
+    _entries("space, bf16, drafts", *_SPACES, _DRAFTED),
 )
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers.drafters import TREE_METHOD, install
 from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON
+from helpers.tiny_models import DELTA
 from helpers.untrained_heads import eagle, medusa
 from torch import Tensor
 
@@ -32,10 +33,19 @@ CONFIG = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 1024,
 }
-EXPERTS = {
-    "architectures": ["MixtralForCausalLM"],
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
+OTHERS: dict[str, dict[str, Any]] = {
+    "experts": {
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "states": {
+        **DELTA,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 16,
+    },
 }
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "threads": 1, "kernels": "torch"}
 OPTIONS |= {"load_format": "random", "quantization": "int8", "max_model_len": 640}
@@ -159,16 +169,18 @@ def ready(llm: LLM, compiled: Callable[[], set[str]]) -> set[str]:
 
 @pytest.mark.full
 @INTERPRETED_ONLY
-@pytest.mark.parametrize("format", ["none", "int4", "int8", "fp8", "experts"])
+@pytest.mark.parametrize("format", ["none", "int4", "int8", "fp8", *OTHERS])
 def test_requests_of_an_engine_that_was_idle_wait_for_nothing(
     format: str, tmp_path: Path, compiled
 ) -> None:
-    config, format = (CONFIG | EXPERTS, "none") if format == "experts" else (CONFIG, format)
+    config = CONFIG | OTHERS.get(format, {})
+    format = "none" if format in OTHERS else format
     (tmp_path / "config.json").write_text(json.dumps(config))
     with LLM(str(tmp_path), **(OPTIONS | {"quantization": format})) as llm:
         known = ready(llm, compiled)
         names = {launch.split()[0] for launch in known}
         assert {"attention_prefill_kernel", "attention_decode_kernel", "pick_kernel"} <= names
+        assert ("chunks_kernel" in names) == ("layer_types" in config)
         ask(llm, *((lengths, [GREEDY, SAMPLED]) for lengths in LENGTHS))
         assert compiled() - known == set()
 

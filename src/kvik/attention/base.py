@@ -67,7 +67,8 @@ class StepLayout:
         """Return the sequences for layers that keep a state."""
         assert self.state_rows is not None
         places = self.query_start_loc, self.seq_lens, self.state_rows
-        return Sequences(*places, self.state_pending, self.state_drafts)
+        longest = max(self.num_scheduled, default=0)
+        return Sequences(*places, longest, self.state_pending, self.state_drafts)
 
     def nodes(self, start: int, length: int) -> tuple[int, ...]:
         """Return the words of the tree of the tokens from `start` on; empty without a tree."""

@@ -134,6 +134,8 @@ class Sequences:
         starts: [n + 1] int32, first token of each in the flat batch.
         lengths: [n] int32, tokens of each after this step, earlier steps included.
         rows: [n] int32, row of each state; -1: there is none, and the result is undefined.
+        longest: on the host, an upper bound of the tokens of each in this step; 0 in a tape, which
+            does not know it.
         pending: [n] int32, accepted drafts of the last step, which the state does not cover; 0 for
             a sequence that begins; None: no state has any.
         drafts: [n] int32, how many tokens at the end of each sequence are drafts; None: none are.
@@ -142,6 +144,7 @@ class Sequences:
     starts: Tensor
     lengths: Tensor
     rows: Tensor
+    longest: int
     pending: Tensor | None = None
     drafts: Tensor | None = None
 

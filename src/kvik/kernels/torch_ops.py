@@ -78,9 +78,10 @@ def _in_chunks(x: Tensor, gates: Tensor, heads: StateHeads, s: Tensor) -> tuple[
     for first in range(0, len(x), CHUNK):
         chunk = slice(first, first + CHUNK)
         q, k, v, beta, decay = (part[chunk].transpose(0, 1) for part in parts)  # head by head
-        total = decay.cumsum(1)
-        left = total.exp()[:, :, None]  # of the state before the chunk, at each token
-        since = (total[:, :, None] - total[:, None, :]).tril().exp().tril()  # of each change
+        left = decay.cumsum(1).exp()[:, :, None]  # of the state before the chunk, at each token
+        # Of each change: not by differences of sums from the start, which lack the bits that a
+        # token takes which forgets everything.
+        since = decay[:, :, None].repeat(1, 1, decay.shape[1]).tril(-1).cumsum(1).exp().tril()
         change = beta[:, :, None] * v
         if heads.skip is None:
             before = beta[:, :, None] * (k @ k.mT) * since  # on the diagonal: read as ones

@@ -7,6 +7,7 @@ tolerances, but not exact.
 from __future__ import annotations
 
 from dataclasses import fields
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,12 +17,12 @@ from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON, device
 
 pytest.importorskip("triton", reason=NO_TRITON)
 
-from helpers.kernel_cases import CASES, Case
+from helpers.kernel_cases import CASES, Case, arguments, outputs
 from triton.runtime.interpreter import InterpretedFunction
 
-from kvik.kernels.ops import Draws, Ops, Truncation
+from kvik.kernels.ops import Draws, Ops, Sequences, Truncation
 from kvik.kernels.reference.ops import REFERENCE
-from kvik.kernels.triton import draw
+from kvik.kernels.triton import draw, states
 from kvik.kernels.triton.ops import triton_ops
 
 # Products have their own files; draws of many rows take seconds to interpret.
@@ -40,6 +41,7 @@ def ops() -> Ops:
 
 
 LAST = {case.op: case for case in CHOSEN}
+RECURRENCES = [case for case in CHOSEN if case.op == "recurrence"]
 
 
 @pytest.mark.parametrize(
@@ -55,6 +57,45 @@ def test_matches_the_reference(ops: Ops, case: Case) -> None:
 @pytest.mark.parametrize("op", SEVERAL_DTYPES)
 def test_narrow_numbers(ops: Ops, op: str, dtype: torch.dtype) -> None:
     check_case(ops, LAST[op], dtype, device())
+
+
+@pytest.mark.parametrize(
+    ("case", "long"),
+    [
+        *((case, states.LONG) for case in RECURRENCES if case.name.endswith("long")),
+        *(pytest.param(case, 1, marks=pytest.mark.full) for case in RECURRENCES),
+    ],
+    ids=lambda x: getattr(x, "name", str(x)),
+)
+def test_recurrences_in_chunks(
+    ops: Ops, case: Case, long: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs are rounded, states are not."""
+    monkeypatch.setattr(states, "LONG", long)
+    _, state, _ = check_case(ops, case, torch.bfloat16, device())
+    expected = outputs(REFERENCE, case, arguments(case, torch.bfloat16, device()))
+    rtol, atol = case.tolerance(torch.float32)
+    torch.testing.assert_close(state, expected[1], rtol=rtol, atol=atol)
+
+
+def test_a_prompt_in_pieces(ops: Ops) -> None:
+    """In chunks, then token by token, then in chunks again."""
+    (case,) = (case for case in RECURRENCES if case.name == "1/1 of 128x40 long")
+    x, gates, heads, state, log, _ = arguments(case, torch.bfloat16, device())
+
+    def run(*ends: int) -> tuple[torch.Tensor, torch.Tensor]:
+        kept, results = state.clone(), []
+        for start, end in pairwise((0, *ends)):
+            places = ([0, end - start], [end], [0])
+            tensors = (torch.tensor(n, dtype=torch.int32, device=device()) for n in places)
+            sequences, part = Sequences(*tensors, end - start), slice(start, end)
+            results.append(ops.recurrence(x[part], gates[part], heads, kept, log, sequences))
+        return torch.cat(results), kept[0]
+
+    (whole, expected), (pieces, found) = run(292), run(101, 140, 292)
+    rtol, atol = case.tolerance(torch.bfloat16)
+    torch.testing.assert_close(pieces, whole, rtol=rtol, atol=atol)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_nothing_is_left_to_the_reference(ops: Ops) -> None:
