@@ -52,6 +52,8 @@ enum MatrixKind : int64_t {
     // As kMatrixI4, but values are numbers of a table (nibble_tables.hpp): those of IQ4, and twice those of E2M1.
     kMatrixIq4 = 8,
     kMatrixFp4 = 9,
+    kMatrixNf4 = 10,     // 112 times those of NF4, rounded
+    kMatrixBnbFp4 = 11,  // 120 times those of bitsandbytes' FP4, rounded
 };
 // The operand that E4M3 weights are multiplied by: x unchanged, or x rounded to E4M3 with a scale for each
 // row, a scale for each row and group of the weights, or one given scale. Other kinds have kFloatX.

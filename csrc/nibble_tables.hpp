@@ -1,5 +1,6 @@
 // Four-bit codes that stand for the numbers of a table: E2M1, whose groups share a power of two (E8M0), from the
-// OCP Microscaling formats; and IQ4 of GGUF files, whose numbers are closer together near 0.
+// OCP Microscaling formats; IQ4 of GGUF files, whose numbers are closer together near 0; and NF4 and FP4 of
+// bitsandbytes, whose numbers are rounded.
 #pragma once
 
 #include "simd.hpp"
@@ -14,6 +15,14 @@ alignas(16) constexpr uint8_t kE2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 1
 constexpr int kIq4Zero = 128;
 alignas(16) constexpr uint8_t kIq4[16] = {1,   24,  45,  63,  79,  93,  106, 118,
                                           129, 141, 153, 166, 181, 197, 217, 241};
+// 112 times the numbers of NF4, rounded, plus kNf4Zero. No other integer up to 127 gives a smaller mean square error.
+constexpr int kNf4Zero = 112;
+alignas(16) constexpr uint8_t kNf4[16] = {0, 34, 53, 68, 80, 91, 102, 112,
+                                          121, 130, 140, 150, 161, 175, 193, 224};
+// 120 times the numbers of bitsandbytes' FP4, plus kBnbFp4Zero. Only the smallest, 1/192, is rounded.
+constexpr int kBnbFp4Zero = 120;
+alignas(16) constexpr uint8_t kBnbFp4[16] = {120, 121, 200, 240, 160, 180, 140, 150,
+                                             120, 119, 40, 0, 80, 60, 100, 90};
 
 // 2^(bits - 127); 255, which is NaN in E8M0, gives infinity.
 struct e8m0 {

@@ -223,6 +223,8 @@ void matrix_rows_of(const matrix_rows_args& a, Team& team) {
             case kMatrixMxfp4:
             case kMatrixFp4: unpack_row<TableStep<kE2M1, kE2M1Zero>>(a, id, out); break;
             case kMatrixIq4: unpack_row<TableStep<kIq4, kIq4Zero>>(a, id, out); break;
+            case kMatrixNf4: unpack_row<TableStep<kNf4, kNf4Zero>>(a, id, out); break;
+            case kMatrixBnbFp4: unpack_row<TableStep<kBnbFp4, kBnbFp4Zero>>(a, id, out); break;
             case kMatrixFp8: unpack_row<Fp8Step>(a, id, out); break;
             default: unpack_row<I8Step>(a, id, out); break;
         }

@@ -8,7 +8,7 @@
 //   bf16   2                 two bf16
 //   int8   4                 w + 128, unsigned; the same for both kinds
 //   int4   8                 low halves: inputs 0..3 of the step, high halves: inputs 4..7
-//   mxfp4  8                 as int4, codes of E2M1; iq4 and fp4 likewise
+//   mxfp4  8                 as int4, codes of E2M1; iq4, fp4, nf4 and bnb_fp4 likewise
 //   fp8    4                 inputs 0, 2, 1, 3: bytes two apart become a pair
 //   scales  of integers and fp8, one tile after another: fp32 [32], a factor of each output, then
 //           [groups][32] to multiply it by, fp16 (fp8: fp32; mxfp4: E8M0). Without groups the factor is the
@@ -45,7 +45,9 @@ KVIK_INLINE bool is_int4(int64_t kind) {
         case kMatrixI4Min:
         case kMatrixMxfp4:
         case kMatrixIq4:
-        case kMatrixFp4: return true;
+        case kMatrixFp4:
+        case kMatrixNf4:
+        case kMatrixBnbFp4: return true;
         default: return false;
     }
 }

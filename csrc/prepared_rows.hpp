@@ -29,6 +29,18 @@ KVIK_INLINE int64_t count_sums(const linear_args& a) { return a.group ? count_gr
 
 KVIK_INLINE bool quantises(int64_t kind) { return kind == kMatrixI8 || is_int4(kind); }
 
+// What was added to four-bit values or numbers without zero points, so that none is negative.
+KVIK_INLINE int32_t zero_of(int64_t kind) {
+    switch (kind) {
+        case kMatrixMxfp4:
+        case kMatrixFp4: return kE2M1Zero;
+        case kMatrixIq4: return kIq4Zero;
+        case kMatrixNf4: return kNf4Zero;
+        case kMatrixBnbFp4: return kBnbFp4Zero;
+        default: return kSymmetricZero;
+    }
+}
+
 // A row of x has a scale for each group.
 KVIK_INLINE bool scales_groups(const linear_args& a) {
     return quantises(a.kind) ? a.group != 0 : a.fp8_x == kGroupX;
@@ -144,9 +156,7 @@ void quantise_row(const linear_args& a, const X* x, int64_t row, const PreparedR
     int8_t* out = (int8_t*)to.data + row * to.stride;
     float* scales = to.scales + row * to.scales_stride;
     int32_t* sums = to.sums + row * to.sums_stride;
-    const bool e2m1 = a.kind == kMatrixMxfp4 || a.kind == kMatrixFp4;
-    const int32_t zero = e2m1 ? kE2M1Zero : a.kind == kMatrixIq4 ? kIq4Zero : kSymmetricZero;
-    const int32_t offset = a.kind == kMatrixI8 ? 128 : a.zeros ? 1 : zero;
+    const int32_t offset = a.kind == kMatrixI8 ? 128 : a.zeros ? 1 : zero_of(a.kind);
     const int64_t group = summed_inputs(a), groups = count_sums(a);
     clear_end((char*)out, to.stride);
     for (int64_t k = 0, g = 0; g < groups; k += group, g++) {

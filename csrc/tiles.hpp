@@ -127,10 +127,16 @@ struct TileMxfp4 : TileFp4 {
     static constexpr int kScaleBytes = 1;
 };
 
-struct TileIq4 : TileTable<kIq4> {
+// Tables of numbers up to 255.
+template <const uint8_t* kTable>
+struct TileByteTable : TileTable<kTable> {
     static constexpr int kShort = 1;
     KVIK_INLINE I32 dot(I32 sum, I32 w, I32 x) { return dot_i8(sum, w, x); }
 };
+
+using TileIq4 = TileByteTable<kIq4>;
+using TileNf4 = TileByteTable<kNf4>;
+using TileBnbFp4 = TileByteTable<kBnbFp4>;
 
 // Four bytes of row m in all lanes. Rows are reached from every fourth one, so that the addresses of
 // twelve rows take few registers.
@@ -551,6 +557,8 @@ struct VectorTiles {
             case kMatrixMxfp4: return multiply_for<TileMxfp4>(rows);
             case kMatrixIq4: return multiply_for<TileIq4>(rows);
             case kMatrixFp4: return multiply_for<TileFp4>(rows);
+            case kMatrixNf4: return multiply_for<TileNf4>(rows);
+            case kMatrixBnbFp4: return multiply_for<TileBnbFp4>(rows);
             case kMatrixFp8: return unpacked ? multiply_for<TileWidened>(rows) : multiply_for<TileFp8>(rows);
             default: return unpacked ? multiply_for<TileWidened>(rows) : multiply_for<TileI8AsBF16>(rows);
         }

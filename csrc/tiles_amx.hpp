@@ -258,6 +258,8 @@ public:
                : a.kind == kMatrixMxfp4       ? unpack_tile<TileMxfp4>
                : a.kind == kMatrixFp4         ? unpack_tile<TileFp4>
                : a.kind == kMatrixIq4         ? unpack_tile<TileIq4>
+               : a.kind == kMatrixNf4         ? unpack_tile<TileNf4>
+               : a.kind == kMatrixBnbFp4      ? unpack_tile<TileBnbFp4>
                : is_int4(a.kind)             ? unpack_tile<TileI4>
                                              : nullptr;
     }
@@ -272,6 +274,8 @@ public:
             case kMatrixMxfp4:
             case kMatrixIq4:
             case kMatrixFp4:
+            case kMatrixNf4:
+            case kMatrixBnbFp4:
             case kMatrixI4: return multiply_groups_i8<false>(shapes_, s, !unpacked);
             case kMatrixI4Min: return multiply_groups_i8<true>(shapes_, s, !unpacked);
             default: return multiply_bf16(shapes_, s, !unpacked);

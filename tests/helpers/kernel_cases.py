@@ -29,10 +29,10 @@ from kvik.kernels.weights import (
     int4_min_weight,
     int4_weight,
     int8_weight,
-    iq4_weight,
     mxfp4_weight,
     nvfp4_weight,
     ordered_weight,
+    table_weight,
 )
 from kvik.spec.experts import Router
 from kvik.spec.weight_kind import MX_GROUP, Rounding
@@ -254,6 +254,8 @@ def _products() -> list[Case]:
         ("mxfp4", random_mxfp4, ((1, 96, 7), (5, 288, 64))),
         ("nvfp4", random_nvfp4, ((1, 96, 7), (5, 288, 64))),
         ("iq4", random_iq4, ((1, 96, 7), (5, 288, 64))),
+        ("nf4", random_table("nf4"), ((1, 128, 7), (5, 320, 64))),
+        ("bnb_fp4", random_table("bnb_fp4"), ((1, 128, 7), (5, 320, 64))),
         ("fp8", random_fp8(0), ((1, 33, 7), (5, 257, 64))),
         ("fp8-128", random_fp8(128), ((1, 33, 7), (5, 257, 64))),
         ("fp8-token", random_fp8(0, "token"), ((1, 33, 7), (5, 257, 64))),
@@ -368,7 +370,43 @@ def random_nvfp4(m: Maker, outputs: int, inputs: int) -> Weight:
 def random_iq4(m: Maker, outputs: int, inputs: int) -> Weight:
     """Return a weight [outputs, inputs] of numbers of a table, in groups of 32."""
     values = m.integers(0, 255, outputs, inputs // 2, dtype=torch.uint8)
-    return iq4_weight(values, _scales(m, outputs, inputs, 32, 70), 32)
+    return table_weight("iq4", values, _scales(m, outputs, inputs, 32, 70), 32)
+
+
+def random_table(codes: str, group: int = 64) -> MakeWeight:
+    """Return a maker of weights of numbers of a table; see `as_integers`."""
+    unit, _ = INTEGERS[codes]
+
+    def make(m: Maker, outputs: int, inputs: int) -> Weight:
+        values = m.integers(0, 255, outputs, inputs // 2, dtype=torch.uint8)
+        scales = _scales(m, outputs, inputs, group, unit / 2) * unit  # of integers: fp16 numbers
+        return table_weight(codes, values, scales, group)
+
+    return make
+
+
+# Kernels for integers round these multiples of some tables' numbers.
+INTEGERS: dict[str, tuple[int, tuple[int, ...]]] = {
+    "nf4": (112, (-112, -78, -59, -44, -32, -21, -10, 0, 9, 18, 28, 38, 49, 63, 81, 112)),
+    "bnb_fp4": (120, (0, 1, 80, 120, 40, 60, 20, 30, 0, -1, -80, -120, -40, -60, -20, -30)),
+}
+
+
+def in_integers(weight: Weight) -> Weight:
+    """Return the weight that kernels for integers multiply."""
+    if weight.kind.codes not in INTEGERS:
+        return weight
+    unit, table = INTEGERS[weight.kind.codes]
+    codes = torch.stack((weight.values & 15, weight.values >> 4), dim=-1).flatten(1).int()
+    values = torch.tensor(table, dtype=torch.int8, device=codes.device)[codes]
+    assert weight.scales is not None
+    plain = int8_weight(values, weight.scales / unit, False, weight.kind.group)
+    return plain if weight.order is None else ordered_weight(plain, weight.order)
+
+
+def as_integers(args: Arguments) -> Arguments:
+    """Replace weights among the arguments; see `in_integers`."""
+    return tuple(in_integers(part) if isinstance(part, Weight) else part for part in args)
 
 
 def random_fp8(group: int, activations: Rounding = "float") -> MakeWeight:

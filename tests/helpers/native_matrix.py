@@ -11,23 +11,27 @@ from torch import Tensor
 
 from kvik.kernels.rounding import round_int4, round_mxfp4
 from kvik.kernels.weights import (
-    E2M1,
     Weight,
     fp8_weight,
     in_nibbles,
     int4_min_weight,
     int8_weight,
-    iq4_weight,
-    nvfp4_weight,
 )
-from kvik.kernels.weights import IQ4 as TABLE
 from kvik.spec.weight_kind import WeightKind
 
 F32, BF16, I8, I8_WEIGHT_ONLY = "f32", "bf16", "int8", "int8-weight-only"
-I4, I4_MIN, FP8, MXFP4, IQ4, FP4 = "int4", "int4-min", "fp8", "mxfp4", "iq4", "fp4"
-KIND_NAMES = (F32, BF16, I8, I8_WEIGHT_ONLY, I4, I4_MIN, FP8, MXFP4, IQ4, FP4)
+I4, I4_MIN, FP8, MXFP4 = "int4", "int4-min", "fp8", "mxfp4"
+IQ4, FP4, NF4, BNB_FP4 = "iq4", "fp4", "nf4", "bnb_fp4"
+KIND_NAMES = (F32, BF16, I8, I8_WEIGHT_ONLY, I4, I4_MIN, FP8, MXFP4, IQ4, FP4, NF4, BNB_FP4)
 NUMBERS = {name: number for number, name in enumerate(KIND_NAMES)}
-INPUTS_PER_STEP = (1, 2, 4, 4, 8, 8, 4, 8, 8, 8)  # by number of the kind
+INPUTS_PER_STEP = (1, 2, 4, 4, 8, 8, 4, 8, 8, 8, 8, 8)  # by number of the kind
+# The integers of each code.
+TABLES = {
+    IQ4: (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    FP4: (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+    NF4: (-112, -78, -59, -44, -32, -21, -10, 0, 9, 18, 28, 38, 49, 63, 81, 112),
+    BNB_FP4: (0, 1, 80, 120, 40, 60, 20, 30, 0, -1, -80, -120, -40, -60, -20, -30),
+}
 # Names of kinds, with the inputs of a group after a "/" if they have groups (0: none), and how x is
 # rounded for fp8 weights.
 ONE_OF_EACH = (
@@ -42,6 +46,8 @@ ONE_OF_EACH = (
         "mxfp4/32",
         "iq4/32",
         "fp4/16",
+        "nf4/64",
+        "bnb_fp4/64",
     ),
 )
 FP8_X = {"float": 0, "token": 1, "group": 2, "static": 3}
@@ -114,13 +120,13 @@ def random_values(
     if name in (F32, BF16):
         dequantized = source if kind == F32 else source.bfloat16()
         return Values(source, dequantized.float(), source, None, None, 0, NUMBERS[name])
+    if name in TABLES:
+        return _of_table(name, source, group)
     unit = group or 1
     groups = -(-inputs // unit)
     full = torch.nn.functional.pad(source.float(), (0, max(groups, 1) * unit - inputs))
     weight = _rounded(name, full, group, "zeros" in options)
     values, scales, zeros = weight.values[:, :inputs], weight.scales, None
-    if name == FP4:  # of integers, which are twice the numbers of E2M1
-        scales = scales / 2
     if in_nibbles(weight.kind):
         values = weight.values[:, : (inputs + 1) // 2]
         zeros = weight.zeros if weight.minima is None else weight.minima
@@ -131,18 +137,25 @@ def random_values(
     return Values(source, dequantized, values.contiguous(), scales, zeros, group, NUMBERS[name])
 
 
+def _of_table(name: str, source: Tensor, group: int) -> Values:
+    """Round to the nearest numbers of a table, with scales that are fp16 values."""
+    inputs, table = source.shape[1], torch.tensor(TABLES[name], dtype=torch.float32)
+    full = torch.nn.functional.pad(source.float(), (0, -inputs % group))
+    grouped = full.unflatten(1, (-1, group))
+    scales = grouped.abs().amax(2) / table.max()
+    scales = torch.where(scales == 0, 1.0, scales.half().float())
+    distances = (grouped / scales[:, :, None])[..., None] - table
+    codes = distances.abs().argmin(3)
+    dequantized = (table[codes] * scales[:, :, None]).flatten(1)[:, :inputs]
+    halves = codes.flatten(1).to(torch.uint8)
+    values = (halves[:, ::2] | halves[:, 1::2] << 4)[:, : (inputs + 1) // 2]
+    return Values(source, dequantized, values.contiguous(), scales, None, group, NUMBERS[name])
+
+
 def _rounded(name: str, source: Tensor, group: int, zeros: bool) -> Weight:
     """Round `source` [outputs, inputs] fp32 of whole groups. Scales of groups are fp16 values."""
     if name == MXFP4:
         return round_mxfp4(source)
-    if name in (IQ4, FP4):
-        numbers, make = (TABLE, iq4_weight) if name == IQ4 else (E2M1, nvfp4_weight)
-        grouped = source.unflatten(1, (-1, group))
-        scales = grouped.abs().amax(2) / max(numbers)
-        scales = torch.where(scales == 0, 1.0, scales.half().float())
-        distances = (grouped / scales[:, :, None]).flatten(1)[:, :, None] - torch.tensor(numbers)
-        codes = distances.abs().argmin(2).to(torch.uint8)
-        return make(codes[:, ::2] | codes[:, 1::2] << 4, scales, group)
     if name == I4:
         weight = round_int4(source, group)
         return weight if zeros else replace(weight, kind=WeightKind("int4", group), zeros=None)

@@ -13,6 +13,7 @@ from helpers.kernel_cases import (
     random_iq4,
     random_mxfp4,
     random_nvfp4,
+    random_table,
 )
 
 from kvik.kernels.weights import Weight, ordered_weight
@@ -30,6 +31,7 @@ WEIGHT_MAKERS: dict[str, MakeWeight] = {
     "mxfp4": random_mxfp4,
     "nvfp4": random_nvfp4,
     "iq4": random_iq4,
+    "nf4": random_table("nf4", 32),
     "fp8": random_fp8(0),
     "fp8-32-group": random_fp8(32, "group"),
     "fp8-static": random_fp8(0, "static"),

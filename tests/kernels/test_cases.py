@@ -7,7 +7,16 @@ from dataclasses import fields
 import pytest
 import torch
 from helpers.compared import check_case
-from helpers.kernel_cases import CASES, DTYPES, Argument, Case, Maker, arguments, outputs
+from helpers.kernel_cases import (
+    CASES,
+    DTYPES,
+    Argument,
+    Case,
+    Maker,
+    arguments,
+    as_integers,
+    outputs,
+)
 from helpers.optional_native import instruction_sets
 from helpers.weight_makers import WEIGHT_MAKERS, make_weight
 from torch import Tensor
@@ -51,12 +60,12 @@ def rounded(args: tuple[Argument, ...]) -> tuple[Argument, ...]:
     """Round x in the arguments as the native kernels do for products with weights of few bits."""
     x, weight, *rest = args if len(args) > 1 else (*args, None)
     if not isinstance(x, Tensor) or not isinstance(weight, Weight):
-        return args
+        return as_integers(args)
     if weight.order is not None:
         kept, *_ = rounded((x[:, weight.order], weight.plain()))
         return (torch.empty_like(kept).index_copy_(1, weight.order.long(), kept), weight, *rest)
     if in_nibbles(weight.kind):
-        return (round_tokens(x, weight.kind.group).to(x.dtype), weight, *rest)
+        return as_integers((round_tokens(x, weight.kind.group).to(x.dtype), weight, *rest))
     if not weight.kind.floats and weight.kind.activations == "float":
         return (x.bfloat16().to(x.dtype), weight, *rest)
     return args

@@ -23,10 +23,10 @@ from kvik.kernels.weights import (
     int4_min_weight,
     int4_weight,
     int8_weight,
-    iq4_weight,
     mxfp4_weight,
     nvfp4_weight,
     ordered_weight,
+    table_weight,
 )
 
 ROWS, INPUTS, GROUP = 70, 64, 32
@@ -55,7 +55,8 @@ def plain_weights() -> dict[str, Weight]:
         "int4 with minima": int4_min_weight(bytes_, groups, zeros.float(), GROUP),
         "mxfp4": mxfp4_weight(bytes_, (zeros + 120).to(torch.uint8)),
         "nvfp4": nvfp4_weight(bytes_, groups, GROUP),
-        "iq4": iq4_weight(bytes_, groups, GROUP),
+        "iq4": table_weight("iq4", bytes_, groups, GROUP),
+        "nf4": table_weight("nf4", bytes_, 112 * groups, GROUP),
         "fp8": fp8_weight(whole.float().to(torch.float8_e4m3fn), scales),
         "fp8 in groups": fp8_weight(whole.float().to(torch.float8_e4m3fn), groups, GROUP),
         "fp8, static": fp8_weight(
@@ -128,9 +129,9 @@ def digest(packing: Packing, matrix: Matrix) -> str:
 # If this fails, the packed bytes have changed, and existing folders would be misread: rename the
 # packing.
 BYTES = {
-    "gpu-1": "0f918f7ede60396a18b30bde4dce7a2bb1aa629e8de57e754000fabffd580395",
-    "plain-1": "64f9c4b624fe5b6fcd5b59a7bd743a55623393822b87532ceda4139a969b8e9c",
-    "tiles-1": "69dd2b5570943c4f115f032865bcec11fddd134d1cd82de1e067f49686ec0fd5",
+    "gpu-1": "e6910aaf2df2a221bca57efe42ac0b8bb6b30b7aa85406a2cf7c2edb86fe80b7",
+    "plain-1": "5a43d4d39909d3f41a7127751fe26a690916268cc9a97296f8adde5801202049",
+    "tiles-1": "3146c2a0d86b0d3d1d084ce99eca2e705f4c584c3e862e3edc9f9b47ca2155e3",
 }
 
 

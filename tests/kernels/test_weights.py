@@ -12,10 +12,10 @@ from kvik.kernels.weights import (
     int4_min_weight,
     int4_weight,
     int8_weight,
-    iq4_weight,
     mxfp4_weight,
     nvfp4_weight,
     ordered_weight,
+    table_weight,
 )
 
 INT8 = int8_weight(
@@ -51,6 +51,19 @@ MXFP4 = mxfp4_weight(
     torch.tensor([[0, 126]], dtype=torch.uint8),
 )
 IQ4 = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
+# As bitsandbytes stores them in `quant_map`.
+NF4 = [
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+]
+BNB_FP4 = [
+    *(0.0, 0.0052083334885537624, 0.6666666865348816, 1.0),
+    *(0.3333333432674408, 0.5, 0.1666666716337204, 0.25),
+    *(-0.0, -0.0052083334885537624, -0.6666666865348816, -1.0),
+    *(-0.3333333432674408, -0.5, -0.1666666716337204, -0.25),
+]
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
 # Weights of each kind, and their values.
 MEANT: dict[str, tuple[Weight, list[list[float]]]] = {
@@ -82,8 +95,16 @@ MEANT: dict[str, tuple[Weight, list[list[float]]]] = {
         [[size * scale for scale in (3.0, -0.5) for size in 2 * E2M1]],
     ),
     "iq4 scales numbers of a table": (
-        iq4_weight(MXFP4.values, torch.tensor([[1.0, -0.5]]), 32),
+        table_weight("iq4", MXFP4.values, torch.tensor([[1.0, -0.5]]), 32),
         [[number * scale for scale in (1.0, -0.5) for number in 2 * IQ4]],
+    ),
+    "nf4 scales numbers of a table": (
+        table_weight("nf4", MXFP4.values, torch.tensor([[1.0, -0.5]]), 32),
+        [[number * scale for scale in (1.0, -0.5) for number in 2 * NF4]],
+    ),
+    "fp4 of bitsandbytes is not that of E2M1": (
+        table_weight("bnb_fp4", MXFP4.values, torch.tensor([[1.0, -0.5]]), 32),
+        [[number * scale for scale in (1.0, -0.5) for number in 2 * BNB_FP4]],
     ),
     "an order gives the place of each input": (
         ordered_weight(INT8_GROUPS, torch.tensor([2, 0, 1], dtype=torch.int32)),

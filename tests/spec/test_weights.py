@@ -53,6 +53,7 @@ def test_the_native_kernels_keep_groups_in_two_bytes() -> None:
         (WeightKind("fp8", 32), 4),
         (WeightKind("mxfp4", 32), 1),
         (WeightKind("iq4", 32), 2),
+        (WeightKind("nf4", 32), 2),
         (WeightKind("nvfp4", 32), 2),
     ):
         values = 96 * 7 * scheme.bits // 8
@@ -81,6 +82,8 @@ NAMES: dict[str, WeightKind] = {
     "mxfp4 group 32": WeightKind("mxfp4", 32),
     "nvfp4 group 16": WeightKind("nvfp4", 16),
     "iq4 group 32": WeightKind("iq4", 32),
+    "nf4 group 64": WeightKind("nf4", 64),
+    "bnb_fp4 group 64": WeightKind("bnb_fp4", 64),
     "mxfp4 group 32 ordered": WeightKind("mxfp4", 32, ordered=True),
     "int4 group 64 ordered": WeightKind("int4", 64, ordered=True),
     "int4 group 64 zeros ordered": WeightKind("int4", 64, "zeros", ordered=True),

@@ -213,9 +213,13 @@ def nvfp4_weight(values: Tensor, scales: Tensor, group: int) -> Weight:
     return Weight(WeightKind("nvfp4", group), values, scales)
 
 
-def iq4_weight(values: Tensor, scales: Tensor, group: int) -> Weight:
-    """Return a weight of codes of IQ4: w = number * scale."""
-    return Weight(WeightKind("iq4", group), values, scales)
+def table_weight(codes: str, values: Tensor, scales: Tensor, group: int) -> Weight:
+    """Return a weight of codes of the numbers of a table: w = number * scale.
+
+    Args:
+        codes: "iq4", "nf4" or "bnb_fp4".
+    """
+    return Weight(WeightKind(codes, group), values, scales)
 
 
 def ordered_weight(plain: Weight, order: Tensor) -> Weight:
@@ -233,6 +237,8 @@ DTYPES = {
     "mxfp4": torch.uint8,
     "nvfp4": torch.uint8,
     "iq4": torch.uint8,
+    "nf4": torch.uint8,
+    "bnb_fp4": torch.uint8,
 }
 # The number of each code of E2M1.
 E2M1 = tuple(
@@ -243,7 +249,21 @@ IQ4 = (
     *(-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0),
     *(1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0),
 )
-NUMBERS = {"mxfp4": E2M1, "nvfp4": E2M1, "iq4": IQ4}
+# The same of NF4 (Dettmers et al. 2023, QLoRA, appendix E).
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+# The same of bitsandbytes' FP4, which is not E2M1.
+BNB_FP4 = tuple(
+    sign * size / 192 for sign in (1.0, -1.0) for size in (0, 1, 128, 192, 64, 96, 32, 48)
+)
+NUMBERS = {"mxfp4": E2M1, "nvfp4": E2M1, "iq4": IQ4, "nf4": NF4, "bnb_fp4": BNB_FP4}
+# Kernels that multiply integers round these multiples of the numbers, and divide the scales by
+# them. Products with NF4 change by 0.4 % of normal weights' size (docs/quantisation.md).
+UNITS = {"nvfp4": 2, "iq4": 1, "nf4": 112, "bnb_fp4": 120}
 
 
 def in_nibbles(kind: WeightKind) -> bool:

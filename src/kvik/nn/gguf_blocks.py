@@ -22,8 +22,8 @@ from kvik.kernels.weights import (
     int4_min_weight,
     int4_weight,
     int8_weight,
-    iq4_weight,
     mxfp4_weight,
+    table_weight,
 )
 from kvik.nn.formats.base import LinearShape, OutputAxis, StoredTensor
 from kvik.nn.formats.bits import pack_nibbles
@@ -266,7 +266,7 @@ class Blocks:
         if loaded is None:
             return float_weight(parts.weights())
         if loaded.codes == "iq4":
-            return iq4_weight(pack_nibbles(parts.codes), scales, loaded.group)
+            return table_weight("iq4", pack_nibbles(parts.codes), scales, loaded.group)
         if loaded.bits == 8:
             scales = scales if loaded.group else scales[:, 0]
             return int8_weight(parts.codes, scales, loaded.activations != "float", loaded.group)

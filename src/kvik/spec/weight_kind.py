@@ -14,7 +14,11 @@ from typing import Literal
 # token and group of the weight's inputs, or with a calibrated scale.
 Rounding = Literal["float", "token", "group", "static"]
 FLOATS = ("float32", "bfloat16", "float16")
-BITS = {"int8": 8, "int4": 4, "fp8": 8, "mxfp4": 4, "nvfp4": 4, "iq4": 4}
+BITS = {"int8": 8, "int4": 4, "fp8": 8, "mxfp4": 4, "nvfp4": 4, "iq4": 4, "nf4": 4, "bnb_fp4": 4}
+# Codes of the numbers of a table in groups of any size.
+TABLE_CODES = ("nvfp4", "iq4", "nf4", "bnb_fp4")
+# On a GPU these are stored as their numbers, in 8 bits.
+WIDE_ON_GPU = ("iq4", "nf4", "bnb_fp4")
 
 SCALE_BYTES = 4
 # mxfp4: the inputs of a group, and the bytes of its scale, with all kernels.
@@ -26,7 +30,9 @@ ORDER_BYTES = 4
 # GPU_COUNTED_ROWS share a counter of splits.
 GPU_TILE, GPU_COUNTED_ROWS = 128, 32
 
-_NAME = re.compile(r"(w8a8|int8|int4|int4min|fp8|mxfp4|nvfp4|iq4) group ([0-9]{1,9})( [a-z]+)?")
+_NAME = re.compile(
+    r"(w8a8|int8|int4|int4min|fp8|mxfp4|nvfp4|iq4|nf4|bnb_fp4) group ([0-9]{1,9})( [a-z]+)?"
+)
 _ROUNDED: dict[Rounding, str] = {
     "float": "",
     "token": " token",
@@ -42,7 +48,7 @@ class WeightKind:
     Attributes:
         codes: type of a value: the name of a float dtype, "int8", "int4", "fp8" (E4M3), "mxfp4"
             (E2M1 in groups of MX_GROUP that share a power of two), "nvfp4" (E2M1 with other scales)
-            or "iq4" (sixteen numbers of a table, `weights.IQ4`).
+            or "iq4", "nf4" and "bnb_fp4" (sixteen numbers of a table, `weights.NUMBERS`).
         group: number of consecutive inputs of an output that share a scale; 0: all of them.
         offsets: second parameter of an int4 group: "zeros", w = (q - zero) * scale; "minima", w = q
             * scale - minimum; "": none, w = (q - 8) * scale.
@@ -68,8 +74,8 @@ class WeightKind:
 
     @property
     def gpu_bits(self) -> int:
-        """Bits of a value on a GPU, where iq4 has its numbers in place of codes."""
-        return 8 if self.codes == "iq4" else self.bits
+        """Bits of a value on a GPU, where some codes are replaced by their numbers."""
+        return 8 if self.codes in WIDE_ON_GPU else self.bits
 
     @property
     def name(self) -> str:
@@ -84,7 +90,7 @@ class WeightKind:
                 codes, rest = "int4", " zeros" if self.offsets else ""
             case "fp8":
                 codes, rest = "fp8", _ROUNDED[self.activations]
-            case "mxfp4" | "nvfp4" | "iq4":
+            case "mxfp4" | "nvfp4" | "iq4" | "nf4" | "bnb_fp4":
                 codes, rest = self.codes, ""
             case _:
                 return f"{self.codes}{ordered}"
@@ -116,7 +122,7 @@ class WeightKind:
             return WeightKind("mxfp4", group, ordered=ordered) if group == MX_GROUP else None
         if not group:
             return None
-        if codes in ("nvfp4", "iq4"):
+        if codes in TABLE_CODES:
             return WeightKind(codes, group, ordered=ordered)
         offsets: Literal["", "zeros", "minima"] = "zeros" if rest else ""
         offsets = "minima" if codes == "int4min" else offsets

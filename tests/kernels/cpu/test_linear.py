@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.native import Runtime, normal, runtimes
 from helpers.native_matrix import (
+    BNB_FP4,
     CLAMPED_SWIGLU,
     FP4,
     FP8_X,
@@ -21,6 +22,7 @@ from helpers.native_matrix import (
     IQ4,
     KINDS,
     MXFP4,
+    NF4,
     NO_ACTIVATION,
     NUMBERS,
     ONE_OF_EACH,
@@ -72,7 +74,7 @@ def as_multiplied(x: Tensor, matrix: NativeMatrix) -> Tensor:
     match matrix.kind:
         case 0:
             return x.double()
-        case 2 | 4 | 5 | 7 | 8 | 9:
+        case 2 | 4 | 5 | 7 | 8 | 9 | 10 | 11:
             return quantised(x, matrix.group or max(matrix.inputs, 1))
         case _:
             return x.bfloat16().double()
@@ -196,7 +198,16 @@ def test_threads_do_not_change_a_bit(kind: str) -> None:
 @pytest.mark.parametrize("rows", range(1, 5))
 @pytest.mark.parametrize(
     ("kind", "code", "weight"),
-    [(I4, 15, 15.0), (MXFP4, 7, 6.0), (IQ4, 15, 113.0), (IQ4, 0, -127.0), (FP4, 7, 12.0)],
+    [
+        (I4, 15, 15.0),
+        (MXFP4, 7, 6.0),
+        (IQ4, 15, 113.0),
+        (IQ4, 0, -127.0),
+        (FP4, 7, 12.0),
+        (NF4, 15, 112.0),
+        (NF4, 0, -112.0),
+        (BNB_FP4, 3, 120.0),
+    ],
 )
 @pytest.mark.parametrize("runtime", runtimes(threads=[1]))
 def test_the_largest_products_of_four_bits_fit_their_sums(

@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason=NO_TRITON)
 
 from helpers.compilations import compilation
-from helpers.kernel_cases import Maker, filled_matrix
+from helpers.kernel_cases import Maker, filled_matrix, in_integers
 from triton.runtime.interpreter import InterpretedFunction
 
 from kvik.kernels.ops import Ops
@@ -87,11 +87,12 @@ def test_every_kind_of_weight(name: str, dtype: torch.dtype, weighed: bool) -> N
     x, residual = m.normal(rows, HIDDEN), m.normal(rows, HIDDEN)
     weights, (ids, shares) = weights_of(name, m, router.experts), chosen(rows, router)
 
-    def run(ops: Ops) -> Tensor:
+    def run(ops: Ops, weights: list[tuple[Weight, Weight]]) -> Tensor:
         experts = replace(experts_of(ops, weights, dtype, True), weigh_inputs=weighed)
         return ops.experts(x, ids, shares, experts, residual.clone()).cpu()
 
-    found, expected = run(OPS), run(REFERENCE)
+    integers = [(in_integers(up), in_integers(down)) for up, down in weights]
+    found, expected = run(OPS, weights), run(REFERENCE, integers)
     if dtype == torch.float32:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-4)
     else:

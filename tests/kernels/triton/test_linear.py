@@ -18,7 +18,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason=NO_TRITON)
 
 from helpers.compilations import compilation
-from helpers.kernel_cases import CASES, Case, filled_matrix
+from helpers.kernel_cases import CASES, Case, as_integers, filled_matrix
 from triton.runtime.interpreter import InterpretedFunction
 
 from kvik.config.memory import TRITON_WIDENED
@@ -63,7 +63,7 @@ DTYPES = {
 }
 
 
-UNROUNDED = ("int4", "mxfp4", "nvfp4", "iq4", "int8", "fp8")
+UNROUNDED = ("int4", "mxfp4", "nvfp4", "iq4", "nf4", "bnb_fp4", "int8", "fp8")
 WORDS = ("int4-32", "int4-min", "mxfp4", "nvfp4", "iq4", "int8", "fp8")
 
 
@@ -90,7 +90,7 @@ def chosen() -> list[tuple[Case, torch.dtype]]:
 
 @pytest.mark.parametrize(("case", "dtype"), chosen(), ids=lambda v: getattr(v, "name", str(v)))
 def test_matches_the_reference(case: Case, dtype: torch.dtype) -> None:
-    check_case(OPS, case, dtype, device())
+    check_case(OPS, case, dtype, device(), as_integers)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,15 @@ from torch import Tensor
 from kvik.kernels.cpu.native import DTYPES, Argument, Native
 from kvik.kernels.packing import Packing, Parts, check_order
 from kvik.kernels.reference.ops import fill_shared
-from kvik.kernels.weights import ACTIVATIONS, Matrix, MatrixSpec, Weight, in_nibbles, scale_dtype
+from kvik.kernels.weights import (
+    ACTIVATIONS,
+    UNITS,
+    Matrix,
+    MatrixSpec,
+    Weight,
+    in_nibbles,
+    scale_dtype,
+)
 from kvik.spec.weight_kind import Rounding, WeightKind
 
 # Weights in tiles (csrc/packed.hpp), in a file. Tiles are the same for all instruction sets.
@@ -72,8 +80,10 @@ TILES = Packing("tiles-1", layout, parts, over)
 FP8_ACTIVATIONS: dict[Rounding, int] = {"float": 0, "token": 1, "group": 2, "static": 3}
 TILE = 32  # outputs
 
-F32, BF16, I8, I8_WEIGHT_ONLY, I4, I4_MIN, FP8, MXFP4, IQ4, FP4 = range(10)  # MatrixKind
-INPUTS_PER_STEP = (1, 2, 4, 4, 8, 8, 4, 8, 8, 8)  # by kind: inputs in four bytes of an output
+# MatrixKind
+F32, BF16, I8, I8_WEIGHT_ONLY, I4, I4_MIN, FP8, MXFP4, IQ4, FP4, NF4, BNB_FP4 = range(12)
+# By kind: inputs in four bytes of an output.
+INPUTS_PER_STEP = (1, 2, 4, 4, 8, 8, 4, 8, 8, 8, 8, 8)
 MAX_GROUP = 65536  # of inputs: integers are summed in 32 bits, over all inputs without groups
 MAX_GROUP_WITH_ZEROS = 256  # their sum is multiplied by the zero point in 16 bits
 
@@ -319,6 +329,10 @@ def _number(kind: WeightKind) -> int:
             return IQ4
         case "nvfp4":
             return FP4
+        case "nf4":
+            return NF4
+        case "bnb_fp4":
+            return BNB_FP4
         case _:
             return BF16 if kind.codes == "bfloat16" else F32
 
@@ -328,8 +342,8 @@ def _arguments(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None]:
     values, scales, offsets = weight.values, weight.scales, weight.zeros
     if scales is not None:
         scales = scales.to(scale_dtype(weight.kind))
-        if weight.kind.codes == "nvfp4":  # the kernels have integers, twice the numbers of E2M1
-            scales = scales / 2
+        if weight.kind.codes in UNITS:  # the kernels have integers
+            scales = scales / UNITS[weight.kind.codes]
     if weight.minima is not None:
         offsets = weight.minima.float()
     values = values if values.dtype in DTYPES else values.float()

@@ -32,6 +32,7 @@ from kvik.kernels.weights import (
     DTYPES,
     NUMBERS,
     SYMMETRIC_ZERO,
+    UNITS,
     Matrix,
     MatrixSpec,
     Weight,
@@ -258,7 +259,8 @@ def words_of(weight: Weight, tiles: int) -> Tensor:
         codes = torch.stack((weight.values & 15, weight.values >> 4), dim=-1).flatten(1)
         if bits == 8:
             numbers = torch.tensor(NUMBERS[weight.kind.codes], device=codes.device)
-            codes = numbers[codes.int()].to(torch.int8).view(torch.uint8)
+            integers = numbers.mul_(UNITS[weight.kind.codes]).round_().to(torch.int8)
+            codes = integers[codes.int()].view(torch.uint8)
     else:
         codes = weight.values.view(torch.uint8)
     missing = tiles * planes * 32 - codes.shape[1]
@@ -280,6 +282,8 @@ def _scales(weight: Weight) -> tuple[Tensor, Tensor | None]:
     assert weight.scales is not None
     kind = weight.kind
     scales = weight.scales.to(scale_dtype(kind))
+    if kind.gpu_bits != kind.bits:  # the kernels have integers
+        scales = scales / UNITS[kind.codes]
     if weight.minima is not None:
         scale_factor, scales = _in_fp16(scales)
         minimum_factor, minima = _in_fp16(weight.minima.float())
