@@ -94,7 +94,7 @@ def test_an_engine_folder_answers_like_its_model(
     assert answers(str(tmp_path / "engine")) == answers(model, **options)
 
 
-STORED = {name: CONFIGS[name] for name in ("gptq-order", "awq", "fp8-blocks")}
+STORED = {name: CONFIGS[name] for name in ("gptq-order", "awq", "fp8-blocks", "bnb-nf4")}
 STORED["values in more bits than keys"] = gptq_config(dynamic={"+:.*v_proj": {"bits": 8}})
 
 

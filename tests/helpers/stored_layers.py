@@ -61,6 +61,38 @@ def gptq_config(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def auto_round_config(**changes: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "auto-round",
+        "packing_format": "auto_round:auto_gptq",
+        "autoround_version": "0.16.1",
+        "bits": 4,
+        "data_type": "int",
+        "group_size": 32,
+        "iters": 200,
+        "sym": True,
+        "block_name_to_quantize": "model.layers",
+    } | changes
+
+
+def bnb_config(bits: int = 4, **changes: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "bitsandbytes",
+        "_load_in_4bit": bits == 4,
+        "_load_in_8bit": bits == 8,
+        "load_in_4bit": bits == 4,
+        "load_in_8bit": bits == 8,
+        "bnb_4bit_compute_dtype": "bfloat16",
+        "bnb_4bit_quant_storage": "uint8",
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_has_fp16_weight": False,
+        "llm_int8_skip_modules": None,
+        "llm_int8_threshold": 6.0,
+    } | changes
+
+
 def compressed_config(
     format: str = "pack-quantized",
     *,

@@ -7,13 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers.stored_layers import awq_config, compressed_config, fp8_config, gptq_config, read
+from helpers.stored_layers import (
+    auto_round_config,
+    awq_config,
+    bnb_config,
+    compressed_config,
+    fp8_config,
+    gptq_config,
+    read,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvik.kernels.fp8 import fp8_scales, round_fp8, unround_fp8
 from kvik.kernels.rounding import round_mxfp4
-from kvik.kernels.weights import E2M1
+from kvik.kernels.weights import E2M1, NUMBERS
 from kvik.nn.checkpoint import SINGLE
 from kvik.nn.formats.base import LinearShape
 from kvik.nn.formats.fp4 import Mxfp4Packed, Nvfp4
@@ -22,6 +31,11 @@ from kvik.nn.formats.integers import Codes
 from kvik.nn.formats.registry import FORMATS
 from kvik.spec.stored_weights import StoredScheme
 
+AUTO_ROUND_EXTRA = {
+    "model.layers.1.self_attn.k_proj": {"bits": 16, "data_type": "fp"},
+    r".*layers\.0\.mlp\.down.*": {"bits": 8, "sym": True},
+    "lm_head": {"bits": 4},
+}
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
 CONFIGS: dict[str, dict[str, Any]] = {
     "awq": awq_config(),
@@ -38,7 +52,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fp8-blocks": fp8_config(weight_block_size=[32, 32]),
     "fp8-static": fp8_config(weight_block_size=None, activation_scheme="static"),
     "fp8-e5m2": fp8_config(fmt="e5m2", weight_block_size=[32, 32]),
+    "bnb-nf4": bnb_config(),
+    "bnb-fp4": bnb_config(
+        bnb_4bit_quant_type="fp4",
+        bnb_4bit_use_double_quant=False,
+        bnb_4bit_quant_storage="bfloat16",
+    ),
+    "bnb-8": bnb_config(8, llm_int8_skip_modules=["lm_head", "model.layers.1.mlp"]),
+    "auto-round": auto_round_config(
+        sym=False, packing_format="auto_round", extra_config=AUTO_ROUND_EXTRA
+    ),
 }
+BNB_BLOCK = 64  # weights that share a scale
 STATIC = torch.tensor([0.01])  # scale of activations, as if from a calibration
 
 
@@ -93,6 +118,42 @@ def rounded_nvfp4(w: Tensor, format: Nvfp4) -> tuple[dict[str, Tensor], Tensor]:
     return tensors, (numbers[codes] * both[..., None]).flatten(1)
 
 
+def rounded_bnb(w: Tensor, config: dict[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the tensors of a layer by bitsandbytes, and its weight in fp32."""
+    if config["load_in_8bit"]:
+        most = w.float().abs().amax(1)
+        q = (w.float() * 127 / most[:, None]).round().to(torch.int8)
+        order = torch.tensor(0, dtype=torch.uint8)
+        tensors = {"weight": q, "SCB": most, "weight_format": order}
+        return tensors, q * most[:, None] / 127
+    number = config["bnb_4bit_quant_type"]
+    numbers = torch.tensor(NUMBERS[{"nf4": "nf4", "fp4": "bnb_fp4"}[number]])
+    flat = w.float().flatten()
+    blocks = pad(flat, (0, -len(flat) % BNB_BLOCK)).view(-1, BNB_BLOCK)
+    scales = stored = blocks.abs().amax(1)
+    facts = {"quant_type": number, "blocksize": BNB_BLOCK, "dtype": "float32", "shape": [*w.shape]}
+    nested = {}
+    if config["bnb_4bit_use_double_quant"]:
+        table, offset = torch.linspace(-1, 1, 256) ** 3, float(scales.mean())
+        bands = (scales - offset).split(256)
+        factors = torch.stack([band.abs().amax() for band in bands])
+        spread = factors.repeat_interleave(256)[: len(scales)]
+        stored = ((scales - offset) / spread)[:, None].sub(table).abs().argmin(1).to(torch.uint8)
+        scales = table[stored.int()] * spread + offset
+        nested = {"nested_absmax": factors, "nested_quant_map": table}
+        facts |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+    codes = ((blocks / scales[:, None])[..., None] - numbers).abs().argmin(2)
+    meant = (numbers[codes] * scales[:, None]).flatten()[: len(flat)].view(w.shape)
+    halves = codes.flatten()[: len(flat)].to(torch.uint8)
+    packed = (halves[::2] << 4 | halves[1::2])[:, None]
+    if config["bnb_4bit_quant_storage"] != "uint8":
+        packed = packed.flatten().view(getattr(torch, config["bnb_4bit_quant_storage"]))[:, None]
+    state = torch.tensor([*json.dumps(facts).encode()], dtype=torch.uint8)
+    parts = {"absmax": stored, "quant_map": numbers, **nested}
+    parts[f"quant_state.bitsandbytes__{number}"] = state
+    return {"weight": packed} | {f"weight.{name}": part for name, part in parts.items()}, meant
+
+
 def multiplied_out(codes: Codes) -> Tensor:
     """Dequantise to [outputs, inputs] fp32."""
     inputs = codes.q.shape[1]
@@ -118,6 +179,10 @@ def save_quantised(source: Path, folder: Path, twin: Path, config: dict[str, Any
         scheme = stored.scheme(layer) if linear else None
         if scheme is None:
             quantised[name] = tensor
+            continue
+        if config["quant_method"] == "bitsandbytes":
+            tensors, plain[name] = rounded_bnb(tensor, config)
+            quantised |= {f"{layer}.{part}": tensors[part].contiguous() for part in tensors}
             continue
         shape = LinearShape(tensor.shape[1], tensor.shape[0])
         names = {"weight_scale_inv": ()} if config.get("weight_block_size") else {}

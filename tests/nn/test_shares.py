@@ -63,7 +63,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-STORED = ("gptq", "gptq-order", "awq", "packed", "int8", "fp8-blocks", "fp8-static")
+STORED = (
+    *("gptq", "gptq-order", "awq", "packed", "int8", "fp8-blocks", "fp8-static"),
+    *("bnb-fp4", "bnb-8"),
+)
 
 
 class CountedReads:

@@ -11,7 +11,9 @@ import pytest
 from helpers.configs import PUBLIC
 from helpers.stored_layers import (
     NVFP4,
+    auto_round_config,
     awq_config,
+    bnb_config,
     compressed_config,
     fp8_config,
     gptq_config,
@@ -72,6 +74,16 @@ FLOAT8 = {"num_bits": 8, "type": "float"}
          StoredScheme("fp8", 8, band=0, fp8_activations="token")),
         ({"quant_method": "fbgemm_fp8", "modules_to_not_convert": None},
          StoredScheme("fp8", 8, fp8_activations="token")),
+        (bnb_config(), StoredScheme("bnb-nf4", 4, 64)),
+        ({"quant_method": "bitsandbytes", "_load_in_4bit": True}, StoredScheme("bnb-fp4", 4, 64)),
+        (bnb_config(8), StoredScheme("bnb-int8", 8)),
+        (auto_round_config(), StoredScheme("gptq", 4, 32, zeros_less_one=True)),
+        (auto_round_config(packing_format=None, block_name_to_quantize=None),
+         StoredScheme("gptq", 4, 32, zeros_less_one=True)),
+        (auto_round_config(packing_format="auto_round:gptqmodel", bits=3, sym=False, act_bits=16),
+         StoredScheme("gptq", 3, 32, symmetric=False)),
+        (auto_round_config(packing_format="auto_round:auto_awq"),
+         StoredScheme("awq", 4, 32, symmetric=False)),
     ],
 )  # fmt: skip
 def test_scheme(config: dict[str, Any], scheme: StoredScheme) -> None:
@@ -152,6 +164,61 @@ def test_gptq_by_module() -> None:
     assert some.scheme("model.layers.3.self_attn.q_proj") is None
 
 
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        "model.layers",
+        "visual.blocks, model.layers",
+        ["model.layers"],
+        [[f"model.layers.{i}" for i in range(32)]],
+        "model.language_model.layers",  # of a model with an encoder
+    ],
+)
+def test_auto_round_by_layer(blocks: Any) -> None:
+    extra = {
+        DOWN: {"bits": 8, "group_size": -1, "sym": False},
+        "model.layers.1.mlp.up_proj": {"bits": 16, "data_type": "fp", "act_bits": 16},
+        r"layers\.[12]\.mlp": {"bits": 2},
+        "lm_head": {"bits": 3},
+        "model.layers.1.input_layernorm": {"bits": 16},
+    }
+    usual = StoredScheme("gptq", 4, 32, zeros_less_one=True)
+    skipped = ["layers.5.*mlp"]
+    stored = read(
+        auto_round_config(
+            extra_config=extra, block_name_to_quantize=blocks, modules_to_not_convert=skipped
+        )
+    )
+    by_name = StoredScheme("gptq", 8, symmetric=False, zeros_less_one=True)
+    assert stored.scheme(DOWN) == by_name
+    assert stored.scheme("model.layers.1.mlp.up_proj") is None
+    assert stored.scheme("model.layers.1.mlp.down_proj") == replace(usual, bits=2)
+    assert stored.scheme("model.layers.12.mlp.down_proj") == usual
+    assert stored.scheme("model.layers.5.mlp.down_proj") is None
+    assert stored.scheme("model.layers.1.self_attn.q_proj") == usual
+    assert stored.scheme("lm_head") == replace(usual, bits=3)
+
+
+def test_only_some_blocks_of_auto_round() -> None:
+    stored = read(auto_round_config(block_name_to_quantize=["model.layers.3", "model.layers.4"]))
+    assert stored.scheme(DOWN) is not None
+    assert stored.scheme("model.layers.5.mlp.down_proj") is None
+
+
+def test_modules_that_bitsandbytes_skips() -> None:
+    """As in transformers: a name, or a regular expression that ends where a name ends."""
+    names = ["model.layers.0", "k_proj", r"model.layers.[12].mlp"]
+    stored = read(bnb_config(llm_int8_skip_modules=names))
+    plain = [
+        "model.layers.0.mlp.down_proj",
+        "model.layers.7.self_attn.k_proj",
+        "model.layers.2.mlp.up_proj",
+    ]
+    quantised = ["model.layers.10.mlp.down_proj", "model.layers.12.mlp.up_proj", "lm_head"]
+    assert [name for name in plain + quantised if stored.scheme(name) is None] == plain
+    assert str(stored) == "bitsandbytes: nf4, in groups of 64"
+
+
 def test_targets_of_compressed_tensors() -> None:
     """Names have precedence over patterns, these over classes; exclusions over all."""
     config = compressed_config(ignore=("re:.*lm_head", "model.layers.1.mlp.down_proj"))
@@ -226,7 +293,23 @@ def test_patterns_match_as_in_python(pattern: str, texts: list[str]) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method:"),
+        ({"quant_method": "hqq", "nbits": 4}, "quant_method:"),
+        (bnb_config(load_in_4bit=False, _load_in_4bit=False), "load_in_4bit:"),
+        (bnb_config(load_in_8bit=True), "load_in_4bit:"),
+        (bnb_config(bnb_4bit_quant_type="int4"), "bnb_4bit_quant_type:"),
+        (bnb_config(bnb_4bit_quant_storage="float64"), "bnb_4bit_quant_storage:"),
+        (bnb_config(8, llm_int8_has_fp16_weight=True), "llm_int8_has_fp16_weight:"),
+        (bnb_config(llm_int8_skip_modules=["("]), "llm_int8_skip_modules:"),
+        (auto_round_config(packing_format="auto_round:llm_compressor"), "packing_format:"),
+        (auto_round_config(data_type="mx_fp"), "data_type:"),
+        (auto_round_config(act_bits=8), "act_bits:"),
+        (auto_round_config(bits=5), "bits:"),
+        (auto_round_config(bits=8, packing_format="auto_round:auto_awq"), "bits:"),
+        (auto_round_config(extra_config={"lm_head": 4}), "extra_config:"),
+        (auto_round_config(extra_config={"(": {"bits": 8}}), "extra_config:"),
+        (auto_round_config(extra_config={"lm_head": {"bits": 8, "data_type": "fp"}}), "data_type:"),
+        (auto_round_config(block_name_to_quantize=3), "block_name_to_quantize:"),
+        (auto_round_config(rotation_config={"hadamard_type": "hadamard"}), "rotation_config:"),
         ({"bits": 4}, "quant_method:"),
         (awq_config(version="gemv"), "version:"),
         (awq_config(bits=3), "bits:"),
@@ -319,6 +402,10 @@ def test_refusals(config: dict[str, Any], message: str) -> None:
         (StoredScheme("fp8", 8, 6, 6), 96, None),
         (StoredScheme("mxfp4-pack-quantized", 4, 32), 32, WeightKind("mxfp4", 32)),
         (StoredScheme("nvfp4-modelopt", 4, 16), 32, WeightKind("nvfp4", 16)),
+        (StoredScheme("bnb-nf4", 4, 64), 128, WeightKind("nf4", 64)),
+        (StoredScheme("bnb-fp4", 4, 64), 64, WeightKind("bnb_fp4", 64)),
+        (StoredScheme("bnb-nf4", 4, 64), 96, None),
+        (StoredScheme("bnb-int8", 8), 96, WeightKind("int8")),
     ],
 )  # fmt: skip
 def test_the_kind_in_memory_of_a_stored_scheme(

@@ -262,7 +262,7 @@ BNB_FP4 = tuple(
 )
 NUMBERS = {"mxfp4": E2M1, "nvfp4": E2M1, "iq4": IQ4, "nf4": NF4, "bnb_fp4": BNB_FP4}
 # Kernels that multiply integers round these multiples of the numbers, and divide the scales by
-# them. Products with NF4 change by 0.4 % of normal weights' size (docs/quantisation.md).
+# them: docs/quantisation.md says how much that changes.
 UNITS = {"nvfp4": 2, "iq4": 1, "nf4": 112, "bnb_fp4": 120}
 
 

@@ -28,9 +28,9 @@ from kvik.kernels.weights import (
     float_kind,
     float_weight,
 )
-from kvik.nn.checkpoint import IN_RUNS, Checkpoint, Selection
+from kvik.nn.checkpoint import IN_RUNS, Checkpoint, Selection, layer_of
 from kvik.nn.formats.base import LinearShape, WeightFormat
-from kvik.nn.formats.registry import choose_format
+from kvik.nn.formats.registry import choose_format, has_scheme
 from kvik.nn.layers import (
     MLP,
     AdaptedExperts,
@@ -198,7 +198,7 @@ class Builder(LayerBuilder):
         self._states: dict[int, int] = {}  # layer that keeps a state -> its number among these
         self._stored: dict[str, dict[str, tuple[int, ...]]] = {}  # layer -> its tensors' shapes
         for name, entry in checkpoint.entries.items() if checkpoint else ():
-            layer, _, last = name.rpartition(".")
+            layer, last = layer_of(name)
             self._stored.setdefault(layer, {})[last] = entry.shape
         self._stored |= {name: {} for name in self.storage.names}
 
@@ -936,7 +936,8 @@ class Builder(LayerBuilder):
             expert, between, replicable: see `MatrixSpec`; `exact` implies `replicable`.
             stored: how the checkpoint stores each layer, None for floats; None: as for any layer of
                 its name.
-            exact: the weight is never quantised, neither here nor in the checkpoint.
+            exact: the weight is never quantised here. Whether the checkpoint stores it quantised is
+                seen from its tensors: some tools exclude such layers without saying so.
             wide: the outputs are fp32.
             places: destinations of the first rows; see `Rows`.
             head: the layer computes logits or is the embedding. Logits are fp32, because small
@@ -946,7 +947,12 @@ class Builder(LayerBuilder):
         layers = [self._name(name) for name in names]
         inputs, rows = shapes[0].inputs, sum(shape.outputs for shape in shapes)
         if stored is None:
-            stored = [None if exact else self._scheme(name) for name in names]
+            stored = [self._scheme(name) for name in names]
+        if exact:
+            stored = [
+                scheme if scheme and has_scheme(self._shapes(layer), scheme, shape) else None
+                for layer, scheme, shape in zip(layers, stored, shapes, strict=True)
+            ]
         quantised = None if exact else matrix_kind(self.quantization, inputs, stored, head=head)
         kind = quantised or float_kind(self.dtype)
         quantizer = Quantizer(kind, self._joined(names))
@@ -1025,13 +1031,16 @@ class Builder(LayerBuilder):
         return " + ".join((self._name(names[0]), *names[1:]))
 
     def _format(self, layer: str, shape: LinearShape, scheme: StoredScheme | None) -> WeightFormat:
-        other_names = (BIAS, CORRECTION, *KV_SCALES)
-        stored = self._stored.get(layer, {}).items()
-        shapes = {name: size for name, size in stored if name not in other_names}
-        format = choose_format(layer, shapes, scheme, shape)
+        format = choose_format(layer, self._shapes(layer), scheme, shape)
         unread = (*format.unread, *KV_SCALES)
         self.declared.ignored.update(f"{layer}.{name}" for name in unread)
         return format
+
+    def _shapes(self, layer: str) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tensors in the checkpoint that may be of the layer's weight."""
+        other_names = (BIAS, CORRECTION, *KV_SCALES)
+        stored = self._stored.get(layer, {}).items()
+        return {name: size for name, size in stored if name not in other_names}
 
     def _gain(
         self,

@@ -357,8 +357,18 @@ def _by_layer(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
     """
     begins: dict[str, int] = {}
     for entry in entries:
-        begins.setdefault(entry.name.rpartition(".")[0], entry.start)
-    return sorted(entries, key=lambda e: (begins[e.name.rpartition(".")[0]], e.size))
+        begins.setdefault(layer_of(entry.name)[0], entry.start)
+    return sorted(entries, key=lambda e: (begins[layer_of(e.name)[0]], e.size))
+
+
+def layer_of(name: str) -> tuple[str, str]:
+    """Return the layer of a tensor, and the tensor's name within it: "weight", or as bitsandbytes
+    names the parts of a weight, "weight.absmax"."""
+    layer, within, part = name.partition(".weight.")
+    if within:
+        return layer, f"weight.{part}"
+    layer, _, part = name.rpartition(".")
+    return layer, part
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,7 +283,8 @@ def _stored_format(fields: Fields) -> tuple[str, str, tuple[str, ...]]:
     # and its first group the others
     weights = _first_group(config)
     float8 = "fp8" if weights.get("type") == "float" and weights.get("num_bits") == 8 else None
-    loaded = (bits for bits in (4, 8) if config.raw(f"load_in_{bits}bit") is True)  # bitsandbytes
+    names = ((bits, f"load_in_{bits}bit") for bits in (4, 8))  # of bitsandbytes
+    loaded = (bits for bits, name in names if True in (config.raw(name), config.raw(f"_{name}")))
     bits = (weights.get("num_bits"), next(loaded, None), *_said_of_weights(inside))
     for hint in (method, config.raw("format"), float8, *bits):
         nearest = _nearest_format(hint)

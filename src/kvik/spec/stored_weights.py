@@ -1,7 +1,8 @@
 """How a quantised checkpoint stores its linear layers: `quantization_config` of config.json.
 
-The terms are those of the tools: AutoAWQ, GPTQ (AutoGPTQ, GPTQModel), compressed-tensors, and fp8
-as transformers and DeepSeek write it. GGUF files give a block type for each tensor instead.
+The terms are those of the tools: AutoAWQ, GPTQ (AutoGPTQ, GPTQModel, AutoRound),
+compressed-tensors, bitsandbytes, and fp8 as transformers and DeepSeek write it. GGUF files give a
+block type for each tensor instead.
 """
 
 from __future__ import annotations
@@ -206,6 +207,7 @@ BlockLayout = Literal[
 Layout = (
     Literal["awq", "gptq", "pack-quantized", "int-quantized", "fp8"]
     | Literal["mxfp4-pack-quantized", "mxfp4-blocks", "nvfp4-pack-quantized", "nvfp4-modelopt"]
+    | Literal["bnb-nf4", "bnb-fp4", "bnb-int8"]
     | BlockLayout
 )
 BLOCK_LAYOUTS: tuple[BlockLayout, ...] = get_args(BlockLayout)
@@ -217,6 +219,9 @@ MXFP4_LAYOUTS: frozenset[Layout] = frozenset({"MXFP4", MXFP4, MXFP4_BLOCKS})
 NVFP4: Final = "nvfp4-pack-quantized"
 NVFP4_MODELOPT: Final = "nvfp4-modelopt"
 NVFP4_LAYOUTS: frozenset[Layout] = frozenset({NVFP4, NVFP4_MODELOPT})
+# Codes of the numbers of a table, in blocks of the flattened matrix.
+BNB_TABLES: Mapping[Layout, str] = {"bnb-nf4": "nf4", "bnb-fp4": "bnb_fp4"}
+BNB_GROUP = 64
 IQ4_LAYOUTS: frozenset[Layout] = frozenset({"IQ4_NL", "IQ4_XS"})
 
 KEY = "quantization_config"
@@ -273,6 +278,8 @@ class StoredScheme:
             number = "mxfp4"
         elif self.layout in NVFP4_LAYOUTS:
             number = "nvfp4"
+        elif self.layout in BNB_TABLES:
+            number = self.layout.removeprefix("bnb-")
         if self.group and self.band != 1:
             shares = f"a scale for each block of {self.band} x {self.group}"
         elif self.group:
@@ -357,7 +364,8 @@ class _Layers:
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._unmatched = dict.fromkeys(names)
+        self.names = tuple(names)
+        self._unmatched = dict.fromkeys(self.names)
         self._matcher = Matcher()
 
     def matching(self, fields: Fields, key: str, patterns: Iterable[str]) -> frozenset[str]:
@@ -441,6 +449,107 @@ def _gptq_scheme(fields: Fields) -> StoredScheme:
         ordered=fields.boolean("desc_act", False),
         zeros_less_one=written == "gptq",
     )
+
+
+# AutoRound's name of a layout -> whether zero points are stored minus 1; None: AutoAWQ's.
+AUTO_ROUND: Mapping[str, bool | None] = {
+    "auto_round:auto_gptq": True,
+    "auto_round:gptq": True,
+    "auto_round": False,
+    "auto_round:gptqmodel": False,
+    "auto_round:auto_awq": None,
+    "auto_round:awq": None,
+}
+FLOAT_BITS = 16
+
+
+def _auto_round(fields: Fields, layers: _Layers) -> list[StoredRule]:
+    """A name in `extra_config` is that of a layer, or else a regular expression that is searched
+    for. Names of layers have precedence."""
+    for key in ("rotation_config", "spinquant_config"):
+        if fields.mapping(key):
+            raise fields.error(key, "must be left out: weights cannot be rotated")
+    skipped = fields.strings("modules_to_not_convert")
+    schemes = {}
+    for name, changes in (fields.mapping("extra_config") or {}).items():
+        if not isinstance(changes, Mapping):
+            raise fields.error("extra_config", f"must hold objects, not {shown(changes)}")
+        schemes[name] = _auto_round_scheme(fields.changed(changes))
+    rules = [StoredRule(None, _searched(fields, "modules_to_not_convert", layers, skipped))]
+    for scheme in dict.fromkeys(schemes.values()):  # one rule for all: there may be many experts
+        names = frozenset(name for name in schemes if schemes[name] == scheme)
+        rules.append(StoredRule(scheme, names))
+    for name, scheme in schemes.items():
+        if not _is_name(name):
+            rules.append(StoredRule(scheme, _searched(fields, "extra_config", layers, (name,))))
+    rules.append(StoredRule(None, within=frozenset(HEADS)))
+    scheme, blocks = _auto_round_scheme(fields), _auto_round_blocks(fields)
+    inside = StoredRule(scheme, within=blocks)
+    # They may be names of a model with an encoder, whose decoder is stored without it.
+    return [*rules, inside if any(map(inside.fits, layers.names)) else _rest(scheme)]
+
+
+def _auto_round_scheme(fields: Fields) -> StoredScheme | None:
+    bits = fields.integer("bits", GPTQ_BITS[0], 32)
+    if bits >= FLOAT_BITS:
+        return None
+    fields.choice("data_type", ("int",), "int")
+    fields.integer("act_bits", FLOAT_BITS, 32, FLOAT_BITS)
+    less_one = AUTO_ROUND[fields.choice("packing_format", AUTO_ROUND, "auto_round:auto_gptq")]
+    group = _group(fields, "group_size", 128)
+    if less_one is None:
+        return StoredScheme("awq", fields.integer("bits", 4, 4), group, symmetric=False)
+    if bits not in GPTQ_BITS:
+        raise fields.error("bits", f"must be one of {GPTQ_BITS}, not {bits}")
+    symmetric = fields.boolean("sym", True)
+    return StoredScheme("gptq", bits, group, symmetric=symmetric, zeros_less_one=less_one)
+
+
+def _auto_round_blocks(fields: Fields) -> frozenset[str]:
+    """Return the names of the blocks that are quantised: one text, or lists of names."""
+    key = "block_name_to_quantize"
+    text = fields.raw(key)
+    names = text.split(",") if isinstance(text, str) else _chosen(fields, key)
+    return frozenset(name.strip() for name in names)
+
+
+def _is_name(pattern: str) -> bool:
+    """Return whether a regular expression is merely a name."""
+    return re.fullmatch(r"[\w.-]+", pattern) is not None
+
+
+def _searched(fields: Fields, key: str, layers: _Layers, patterns: Iterable[str]) -> frozenset[str]:
+    """Return the layers in whose names a pattern is."""
+    return layers.matching(fields, key, (f".*(?:{pattern})" for pattern in patterns))
+
+
+def _bitsandbytes(fields: Fields, layers: _Layers) -> list[StoredRule]:
+    """The head is left as floats, unless the layers that are left are listed.
+
+    Whether the scales of blocks are quantised too, `bnb_4bit_use_double_quant`, is seen from the
+    tensors; `llm_int8_threshold` is of activations, which are not rounded here.
+    """
+    loaded = [
+        fields.boolean(f"load_in_{bits}bit", fields.boolean(f"_load_in_{bits}bit", False))
+        for bits in (4, 8)
+    ]
+    if loaded[0] == loaded[1]:
+        raise fields.error("load_in_4bit", "or else load_in_8bit must be true")
+    if loaded[0]:
+        number = fields.choice("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
+        storage = ("uint8", "float16", "bfloat16", "float32")
+        fields.choice("bnb_4bit_quant_storage", storage, "uint8")
+        layout: Layout = "bnb-nf4" if number == "nf4" else "bnb-fp4"
+        scheme = StoredScheme(layout, 4, BNB_GROUP)
+    else:
+        if fields.boolean("llm_int8_has_fp16_weight", False):
+            raise fields.error("llm_int8_has_fp16_weight", "must be false")
+        scheme = StoredScheme("bnb-int8", 8)
+    key = "llm_int8_skip_modules"
+    skipped = fields.strings(key) if key in fields else HEADS
+    patterns = (rf"(?:{name})(?:(?<=\.)|(?=\.|$))" for name in skipped if not _is_name(name))
+    matched = layers.matching(fields, key, patterns)
+    return [StoredRule(None, matched, frozenset(skipped)), _rest(scheme)]
 
 
 def _fp8(fields: Fields, layers: _Layers) -> list[StoredRule]:
@@ -653,6 +762,8 @@ def _matched(fields: Fields, key: str, layers: _Layers) -> frozenset[str]:
 METHODS: Mapping[str, Callable[[Fields, _Layers], list[StoredRule]]] = {
     "awq": _awq,
     "gptq": _gptq,
+    "auto-round": _auto_round,
+    "bitsandbytes": _bitsandbytes,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,

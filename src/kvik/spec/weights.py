@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from kvik.spec.stored_weights import IQ4_LAYOUTS, MXFP4_LAYOUTS, NVFP4_LAYOUTS, StoredScheme
+from kvik.spec.stored_weights import (
+    BNB_TABLES,
+    IQ4_LAYOUTS,
+    MXFP4_LAYOUTS,
+    NVFP4_LAYOUTS,
+    StoredScheme,
+)
 from kvik.spec.weight_kind import MX_GROUP, Rounding, WeightKind
 
 # Values of `EngineConfig.quantization` and their description in help texts.
@@ -58,6 +64,9 @@ def loaded_kind(stored: StoredScheme, inputs: int) -> WeightKind | None:
         return WeightKind("iq4", stored.group)
     if stored.layout in NVFP4_LAYOUTS:
         return WeightKind("nvfp4", stored.group)
+    if stored.layout in BNB_TABLES:  # blocks of a flattened matrix must not span two rows
+        table = BNB_TABLES[stored.layout]
+        return None if inputs % stored.group else WeightKind(table, stored.group)
     group = stored.group if stored.group < inputs else 0
     if stored.layout == "fp8":
         if group % MIN_INT8_GROUP or stored.e5m2:

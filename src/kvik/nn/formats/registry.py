@@ -9,6 +9,7 @@ import torch
 
 from kvik.errors import ModelError, shown
 from kvik.nn.formats.base import Dense, LinearShape, WeightFormat
+from kvik.nn.formats.bitsandbytes import Bnb4Bit, Bnb8Bit
 from kvik.nn.formats.compressed_tensors import IntQuantized, PackQuantized
 from kvik.nn.formats.fp4 import Mxfp4Blocks, Mxfp4Packed, Nvfp4
 from kvik.nn.formats.fp8 import Fp8
@@ -30,6 +31,9 @@ FORMATS: Mapping[Layout, MakeFormat] = MappingProxyType(
         "mxfp4-blocks": Mxfp4Blocks,
         "nvfp4-pack-quantized": Nvfp4,
         "nvfp4-modelopt": Nvfp4,
+        "bnb-nf4": Bnb4Bit,
+        "bnb-fp4": Bnb4Bit,
+        "bnb-int8": Bnb8Bit,
         **dict.fromkeys(BLOCK_LAYOUTS, Blocks),
     }
 )
@@ -67,6 +71,17 @@ def choose_format(
     if stored and not set(tensors) <= set(stored):
         raise _mismatch(layer, stored, f"{', '.join(tensors)} ({scheme.layout})")
     return made
+
+
+def has_scheme(
+    stored: Mapping[str, tuple[int, ...]], scheme: StoredScheme, shape: LinearShape
+) -> bool:
+    """Return whether a layer has the tensors of a scheme; see `choose_format`."""
+    try:
+        format = FORMATS[scheme.layout](scheme, shape, stored)
+    except ValueError:
+        return False
+    return set(format.tensors(torch.float32)) <= set(stored)
 
 
 def _mismatch(layer: str, stored: Mapping[str, tuple[int, ...]], names: str) -> ModelError:
