@@ -118,7 +118,9 @@ def rounded_nvfp4(w: Tensor, format: Nvfp4) -> tuple[dict[str, Tensor], Tensor]:
     return tensors, (numbers[codes] * both[..., None]).flatten(1)
 
 
-def rounded_bnb(w: Tensor, config: dict[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
+def rounded_bnb(
+    w: Tensor, config: dict[str, Any], block: int = BNB_BLOCK
+) -> tuple[dict[str, Tensor], Tensor]:
     """Return the tensors of a layer by bitsandbytes, and its weight in fp32."""
     if config["load_in_8bit"]:
         most = w.float().abs().amax(1)
@@ -129,9 +131,9 @@ def rounded_bnb(w: Tensor, config: dict[str, Any]) -> tuple[dict[str, Tensor], T
     number = config["bnb_4bit_quant_type"]
     numbers = torch.tensor(NUMBERS[{"nf4": "nf4", "fp4": "bnb_fp4"}[number]])
     flat = w.float().flatten()
-    blocks = pad(flat, (0, -len(flat) % BNB_BLOCK)).view(-1, BNB_BLOCK)
+    blocks = pad(flat, (0, -len(flat) % block)).view(-1, block)
     scales = stored = blocks.abs().amax(1)
-    facts = {"quant_type": number, "blocksize": BNB_BLOCK, "dtype": "float32", "shape": [*w.shape]}
+    facts = {"quant_type": number, "blocksize": block, "dtype": "float32", "shape": [*w.shape]}
     nested = {}
     if config["bnb_4bit_use_double_quant"]:
         table, offset = torch.linspace(-1, 1, 256) ** 3, float(scales.mean())
@@ -175,7 +177,7 @@ def save_quantised(source: Path, folder: Path, twin: Path, config: dict[str, Any
     stored = read(config, [name.removesuffix(".weight") for name in plain])
     for name, tensor in dict(plain).items():
         layer = name.removesuffix(".weight")
-        linear = layer.endswith("_proj") or layer == "lm_head"
+        linear = layer.endswith(("_proj", "lm_head", ".w1", ".w2", ".w3", ".gate"))
         scheme = stored.scheme(layer) if linear else None
         if scheme is None:
             quantised[name] = tensor

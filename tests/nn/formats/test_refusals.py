@@ -9,19 +9,26 @@ from typing import Any
 import pytest
 import torch
 from helpers.paged_model import PagedModel
-from helpers.stored_layers import awq_config, compressed_config, fp8_config, gptq_config
+from helpers.stored_layers import (
+    awq_config,
+    bnb_config,
+    compressed_config,
+    fp8_config,
+    gptq_config,
+)
 from helpers.stored_models import save_quantised
 from helpers.tiny_models import save_tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvik.errors import ModelError
+from kvik.errors import ModelError, shown
 from kvik.nn.checkpoint import SINGLE
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
 DOWN = "model.layers.1.mlp.down_proj"
 Q = "model.layers.1.self_attn.q_proj"
 FLOAT8 = {"num_bits": 8, "type": "float", "group_size": None, "strategy": "tensor"}
+STATE = "weight.quant_state.bitsandbytes__"
 NATURAL = torch.arange(96, dtype=torch.int32) // 32
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -35,6 +42,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "blocks": fp8_config(weight_block_size=[32, 32]),
     "static": fp8_config(weight_block_size=None, activation_scheme="static"),
     "e5m2": fp8_config(weight_block_size=[32, 32], fmt="e5m2"),
+    "bnb": bnb_config(),
+    "bnb-fp4": bnb_config(bnb_4bit_quant_type="fp4", bnb_4bit_use_double_quant=False),
+    "bnb-8": bnb_config(8),
 }
 
 
@@ -98,6 +108,18 @@ def nan_in(source: Path, name: str, value: float = float("nan")) -> dict[str, Te
             {"format": "int-quantized", "group_0": {"type": "int"}},
             "weight' must be I8, not F8_E4M3",
         ),
+        (
+            "plain",
+            bnb_config(),
+            "it must be weight, weight.absmax, weight.quant_map, weight.quant_s",
+        ),
+        (
+            "bnb-fp4",
+            bnb_config(),
+            "is stored as weight, weight.absmax, weight.quant_map, weight.qu",
+        ),
+        ("bnb-fp4", bnb_config(8), "it must be weight, SCB (bnb-int8)"),
+        ("bnb-8", bnb_config(), "is stored as SCB, weight, weight_format; by config.json"),
         ("order", {"desc_act": False}, "g_idx' must count up"),
         ("packed-order", {"group_0": {"actorder": "weight"}}, "weight_g_idx' must count up"),
     ],
@@ -138,6 +160,14 @@ def test_configs_that_do_not_match_the_tensors_are_refused(
         ("order", "g_idx", -1, "must hold groups from 0 to 2"),
         ("packed-order", "weight_g_idx", 7, "must hold groups from 0 to 2"),
         ("packed", "weight_shape", 95, "must be [64, 96], not [64, 95]"),
+        ("bnb-fp4", "weight.absmax", float("nan"), "holds NaN or infinity"),
+        ("bnb", "weight.nested_absmax", float("inf"), "holds NaN or infinity"),
+        ("bnb", "weight.nested_quant_map", float("nan"), "holds NaN or infinity"),
+        ("bnb", "weight.quant_map", float("nan"), "must hold the numbers of nf4"),
+        ("bnb-fp4", "weight.quant_map", 0.0, "must hold the numbers of fp4"),
+        ("bnb-fp4", f"{STATE}fp4", 0, "must hold a JSON object"),
+        ("bnb-8", "SCB", float("nan"), "holds NaN or infinity"),
+        ("bnb-8", "weight_format", 1, "must be 0"),
     ],
 )
 def test_invalid_values(
@@ -152,7 +182,7 @@ def test_invalid_values(
     with pytest.raises(ModelError) as caught:
         load(folders[case], tmp_path, CONFIGS[case], nan_in(folders[case], name, value))
     text = str(caught.value)
-    assert text.startswith(f"model: tensor '{name}' ") and message in text and "\n" not in text
+    assert text.startswith(f"model: tensor {shown(name)} ") and message in text and "\n" not in text
 
 
 @pytest.mark.parametrize(
@@ -166,6 +196,10 @@ def test_invalid_values(
         ("order", "g_idx", NATURAL.flip(0).clamp(min=1), "must give all 3 groups the same"),
         ("static", "input_scale", torch.ones(64), "must have shape [1] by config.json (static"),
         ("order", "g_idx", NATURAL[:95], "must have shape [96] by config.json, not [95]"),
+        ("bnb-fp4", "weight.absmax", None, "is stored as weight, weight.quant_map"),
+        ("bnb-8", "SCB", torch.ones(63), "must have shape [64] by config.json, not [63]"),
+        ("bnb-fp4", f"{STATE}fp4", torch.zeros(2, 9, dtype=torch.uint8), "must have shape [18]"),
+        ("bnb", f"{STATE}nf4", torch.zeros(5000, dtype=torch.uint8), "must have shape [4096]"),
     ],
 )
 def test_invalid_tensors_are_named(
@@ -179,6 +213,42 @@ def test_invalid_tensors_are_named(
     with pytest.raises(ModelError) as caught:
         load(folders[case], tmp_path, CONFIGS[case], {f"{DOWN}.{tensor}": stored})
     assert message in str(caught.value) and DOWN in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shape": [96, 64]}, "must hold shape [64, 96], not [96, 64]"),
+        ({"blocksize": 128}, "must hold blocksize 64, not 128"),
+        ({"quant_type": "fp4"}, "must hold quant_type 'nf4', not 'fp4'"),
+        ({"nested_blocksize": 64}, "must hold nested_blocksize 256, not 64"),
+        ({"nested_offset": None}, "must hold a finite nested_offset, not None"),
+        ({"nested_offset": float("inf")}, "must hold a finite nested_offset"),
+    ],
+)
+def test_facts_of_bitsandbytes_that_contradict_the_tensors(
+    changes: dict[str, Any], message: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    name = f"{DOWN}.{STATE}nf4"
+    facts = json.loads(bytes(load_file(folders["bnb"] / SINGLE)[name].tolist()))
+    state = torch.tensor([*json.dumps(facts | changes).encode()], dtype=torch.uint8)
+    with pytest.raises(ModelError) as caught:
+        load(folders["bnb"], tmp_path, CONFIGS["bnb"], {name: state})
+    assert str(caught.value).startswith(f"model: tensor {shown(name)} {message}")
+
+
+def test_codes_of_bitsandbytes_in_floats_of_another_size(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    name = f"{DOWN}.weight"
+    codes = load_file(folders["bnb"] / SINGLE)[name]
+    wide = codes.flatten().view(torch.float32)[:, None]
+    same = load(folders["bnb"], tmp_path, CONFIGS["bnb"], {name: wide.clone()}).logits([1, 2])
+    assert torch.equal(same, PagedModel(folders["bnb"]).logits([1, 2]))
+    with pytest.raises(ModelError, match="must be of 4 bytes an element by its shape, not 2"):
+        load(folders["bnb"], tmp_path, CONFIGS["bnb"], {name: wide.half()})
+    with pytest.raises(ModelError, match=r"must have shape \[3072, 1\] by config.json \(nf4 in"):
+        load(folders["bnb"], tmp_path, CONFIGS["bnb"], {name: codes[:3000].clone()})
 
 
 def test_parts_of_a_matrix_in_different_orders(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ NESTED_BLOCK = 256  # scales that share a scale
 # Storage of codes, by the bytes of an element. Floats of 16 bits are interchangeable.
 STORAGE = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}
 TOLERANCE = 1e-6  # of the numbers of a table
+MAX_STATE = 4096  # bytes of JSON, of which there are about 200
 
 
 class Bnb4Bit:
@@ -46,7 +47,7 @@ class Bnb4Bit:
         self.count = shape.outputs * shape.inputs
         self.number = scheme.layout.removeprefix("bnb-")
         self.state = f"{STATE}{self.number}"
-        self.state_shape = stored.get(self.state, (0,))
+        self.state_bytes = min(math.prod(stored.get(self.state, (0,))), MAX_STATE)
         self.nested = NESTED_SCALES in stored
         scales = math.prod(stored.get(SCALES, ()))
         sizes = (size for size in BLOCKS if -(-self.count // size) == scales)
@@ -61,7 +62,7 @@ class Bnb4Bit:
             WEIGHT: self._tensor(per_element, STORAGE[self.width], 1),
             SCALES: self._tensor(self.block, torch.uint8 if self.nested else torch.float32),
             MAP: StoredTensor((len(NUMBERS["nf4"]),), torch.float32),
-            self.state: StoredTensor(self.state_shape, torch.uint8),
+            self.state: StoredTensor((self.state_bytes,), torch.uint8),
         }
         if self.nested:
             tensors[NESTED_SCALES] = self._tensor(self.block * NESTED_BLOCK, torch.float32)
@@ -76,7 +77,7 @@ class Bnb4Bit:
         return StoredTensor((-(-self.count // per_entry), *more), dtype, axis, because=because)
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
-        offset = self._offset(tensors)
+        offset = self._checked(tensors)
         inputs, block = self.shape.inputs, self.block
         # The rows begin and end with whole bytes, but perhaps within a block.
         first, end = rows.start * inputs, rows.stop * inputs
@@ -107,24 +108,25 @@ class Bnb4Bit:
         if not self.nested:
             return finite(SCALES, scales).float()
         index = torch.arange(blocks.start, blocks.stop, device=scales.device) // NESTED_BLOCK
-        factors = finite(NESTED_SCALES, tensors[NESTED_SCALES].float())[index]
+        factors = tensors[NESTED_SCALES].float()[index]
         numbers = finite(NESTED_MAP, tensors[NESTED_MAP].float())[scales.int()]
-        return numbers * factors + offset
+        return finite(NESTED_SCALES, numbers * factors + offset)
 
-    def _offset(self, tensors: Mapping[str, Tensor]) -> float:
-        """Return what is added to scales of the first level; 0 without a second one.
+    def _checked(self, tensors: Mapping[str, Tensor]) -> float:
+        """Check the facts about the layer, and return what is added to its scales: 0 if these are
+        not quantised.
 
         Raises:
             TensorError: the layer is stored in another way than its tensors' shapes say.
         """
         facts = self._facts(tensors)
-        wanted: dict[str, object] = {
+        expected: dict[str, object] = {
             "quant_type": self.number,
             "blocksize": self.block,
             "shape": [self.shape.outputs, self.shape.inputs],
         }
-        wanted |= {"nested_blocksize": NESTED_BLOCK} if self.nested else {}
-        for name, value in wanted.items():
+        expected |= {"nested_blocksize": NESTED_BLOCK} if self.nested else {}
+        for name, value in expected.items():
             if facts.get(name) != value:
                 message = f"must hold {name} {shown(value)}, not {shown(facts.get(name))}"
                 raise TensorError(self.state, message)
