@@ -26,6 +26,8 @@ LFS_POINTER = "it is a pointer of Git LFS: `git lfs pull` fetches the file"
 DRAFT = ".kvik-"  # prefix of the name of an unfinished file
 OLD = "-old"  # suffix of the name of a folder that is being replaced
 GGUF = ".gguf"
+SAFETENSORS = "model.safetensors"  # the weights of a folder: one file, or several with an index
+SAFETENSORS_INDEX = "model.safetensors.index.json"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # of LoRA, by PEFT
 
 

@@ -30,12 +30,19 @@ from kvik.spec.fields import (
     MAX_WIDTH,
     Fields,
     read_json,
+    tensor_names,
 )
 from kvik.spec.layers import BLOCK_KINDS, SPARSE_ARCHITECTURES, check_layer_types, refuse_sparse
 from kvik.spec.model import DTYPE_BYTES, LinearLayers, ModelFacts, ModelScales
 from kvik.spec.pooling import JUDGE, MODULES, TOKENIZER, read_judge, read_modules, with_sentences
 from kvik.spec.rope import MAX_POSITIONS
-from kvik.spec.stored_weights import KEY, StoredScheme, read_stored_quantization, stored_alike
+from kvik.spec.stored_weights import (
+    KEY,
+    StoredScheme,
+    read_stored_quantization,
+    stored_alike,
+    with_layers_in_floats,
+)
 from kvik.spec.weights import matrix_kind
 
 
@@ -265,7 +272,7 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
     if (folder / ADAPTER_FILES[0]).exists() and not (folder / "config.json").exists():
         reason = "must not be that of an adapter: name its model, and the adapter with lora"
         raise ModelError("model", f"{str(folder)!r} {reason}")
-    config = _config(folder)
+    config = read_config(folder)
     spec = ModelSpec.from_config(config)
     if spec.pooling is None or not spec.pooling.scores:
         pooling = read_modules(folder, spec.hidden_size, spec.vocab_size, Fields(config))
@@ -282,8 +289,13 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
     return replace(with_eos(spec, folder), built=read_built(folder))
 
 
-def _config(folder: Path) -> dict[str, object]:
-    """Return config.json, with the quantisation that older files of ModelOpt tell in their own."""
+def read_config(folder: Path) -> dict[str, object]:
+    """Return config.json, with what other files say of quantisation: older ones of ModelOpt, and
+    the names of the weights.
+
+    Raises:
+        ModelError: a file cannot be used.
+    """
     config = read_json(folder / "config.json")
     if config.get(KEY) is None and (folder / MODELOPT).exists():
         stored = Fields(read_json(folder / MODELOPT), MODELOPT).inside("quantization")
@@ -294,7 +306,7 @@ def _config(folder: Path) -> dict[str, object]:
             "ignore": stored.raw("exclude_modules"),
             "kv_cache_scheme": stored.raw("kv_cache_quant_algo"),
         }
-    return config
+    return with_layers_in_floats(config, tensor_names(folder))
 
 
 def with_eos(spec: ModelSpec, folder: Path) -> ModelSpec:

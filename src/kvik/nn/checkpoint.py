@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvik.errors import ModelError, shown
-from kvik.files import regular
+from kvik.files import SAFETENSORS, SAFETENSORS_INDEX, regular
 from kvik.nn.safetensors import TensorEntry, read_header
 from kvik.spec.fields import Fields, read_json
 
@@ -108,8 +108,7 @@ def run_length(limit: int) -> int:
     return max(1, limit // ROW_MULTIPLE * ROW_MULTIPLE or limit)
 
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = SAFETENSORS, SAFETENSORS_INDEX
 RUN_BYTES = 2 << 20  # read at once
 # The same if rows are columns of the file. Then each row of the file is read in a separate chunk,
 # which has 1.6 KB if the file has 5,120 rows.

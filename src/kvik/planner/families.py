@@ -21,7 +21,7 @@ from kvik.gguf.facts import METHOD, gguf_model_spec, model_config, usual_bits
 from kvik.gguf.reader import GgufFile, read_gguf
 from kvik.models import registry
 from kvik.models.deepseek import DEEPSEEK3
-from kvik.models.model_spec import ModelSpec, text_config
+from kvik.models.model_spec import ModelSpec, read_config, text_config
 from kvik.models.qwen3 import QWEN3, QWEN3_MOE
 from kvik.planner.formats import weight_facts, weight_format
 from kvik.planner.shape import LayerShape, MatrixGroup, ModelShape, changed_layers
@@ -116,7 +116,8 @@ def read_shape(model: str) -> ModelShape:
         name = model.rpartition("/")[2]  # in the hub's cache the folder's name is a commit
     if is_gguf(path):
         return _gguf_shape(read_gguf(path), name)
-    shape = shape_from_config(read_json(path), name)
+    config = read_config(path.parent) if path.name == CONFIG else read_json(path)
+    shape = shape_from_config(config, name)
     built = read_built(path.parent) if path.name == CONFIG else None
     if built is None:
         return shape

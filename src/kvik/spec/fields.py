@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvik.errors import ModelError, shown
-from kvik.files import regular
+from kvik.files import SAFETENSORS, SAFETENSORS_INDEX, regular
 from kvik.options import Flag, Integer, Kind, Number, OneOf, Text
 
 MAX_JSON_BYTES = 32 << 20  # far above any real config or shard index
@@ -42,6 +42,22 @@ def read_json(path: Path) -> dict[str, object]:
     if not isinstance(values, dict):
         raise ModelError(path.name, f"must hold a JSON object, not {shown(values)}")
     return values
+
+
+def tensor_names(folder: Path) -> Iterator[str]:
+    """Yield the names of a folder's tensors, without checking the files; none if there are none."""
+    index, single = folder / SAFETENSORS_INDEX, folder / SAFETENSORS
+    if not single.exists():
+        if index.exists():
+            yield from Fields(read_json(index), index.name).mapping("weight_map") or ()
+        return
+    try:
+        with open(single, "rb", opener=regular) as file:
+            header = file.read(min(int.from_bytes(file.read(8), "little"), MAX_JSON_BYTES))
+        entries = json.loads(header)
+    except (OSError, RecursionError, ValueError):
+        return  # opening the checkpoint will say why
+    yield from entries if isinstance(entries, dict) else ()
 
 
 ANY_TEXT = Text("a text", ".*")

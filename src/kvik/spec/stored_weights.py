@@ -523,6 +523,34 @@ def _searched(fields: Fields, key: str, layers: _Layers, patterns: Iterable[str]
     return layers.matching(fields, key, (f".*(?:{pattern})" for pattern in patterns))
 
 
+IN_FLOATS = "layers_in_floats"  # what `with_layers_in_floats` adds
+# A tensor of all experts of a layer, which bitsandbytes leaves as floats.
+_STACKED = re.compile(r"(.+\.experts)\.[a-z_]+_proj")
+
+
+def with_layers_in_floats(config: dict[str, object], tensors: Iterable[str]) -> dict[str, object]:
+    """Return a config.json with the names of layers that bitsandbytes left as floats. It excludes
+    some without saying so: experts that are no linear layers, and layers that had other names when
+    it excluded them.
+
+    Args:
+        tensors: names of all tensors of the checkpoint.
+    """
+    stored = config.get(KEY)
+    if not isinstance(stored, Mapping) or stored.get("quant_method") != "bitsandbytes":
+        return config
+    layers, quantised = set(), set()
+    for name in tensors:
+        layer, weight, part = name.partition(".weight")
+        if part or name.endswith(".SCB"):
+            quantised.add(layer.removesuffix(".SCB"))
+        elif weight:
+            layers.add(layer)
+        elif stacked := _STACKED.fullmatch(name):
+            layers.add(stacked[1])
+    return {**config, KEY: {**stored, IN_FLOATS: sorted(layers - quantised)}}
+
+
 def _bitsandbytes(fields: Fields, layers: _Layers) -> list[StoredRule]:
     """The head is left as floats, unless the layers that are left are listed.
 
@@ -549,7 +577,10 @@ def _bitsandbytes(fields: Fields, layers: _Layers) -> list[StoredRule]:
     skipped = fields.strings(key) if key in fields else HEADS
     patterns = (rf"(?:{name})(?:(?<=\.)|(?=\.|$))" for name in skipped if not _is_name(name))
     matched = layers.matching(fields, key, patterns)
-    return [StoredRule(None, matched, frozenset(skipped)), _rest(scheme)]
+    names = fields.strings(IN_FLOATS)
+    experts = frozenset(name for name in names if name.endswith(".experts"))
+    floats = StoredRule(None, frozenset(names), experts)
+    return [floats, StoredRule(None, matched, frozenset(skipped)), _rest(scheme)]
 
 
 def _fp8(fields: Fields, layers: _Layers) -> list[StoredRule]:

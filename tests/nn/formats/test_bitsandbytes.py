@@ -14,14 +14,17 @@ from helpers.paged_model import Packing, PagedModel
 from helpers.stored_layers import bnb_config, read
 from helpers.stored_models import rounded_bnb, save_quantised
 from helpers.tiny_models import reference_logits, save_tiny, tokens
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvik import LLM, SamplingParams
 from kvik.kernels.torch_ops import TORCH
 from kvik.model_files import model_files
+from kvik.nn.checkpoint import SINGLE
 from kvik.nn.formats.base import LinearShape
 from kvik.nn.formats.bitsandbytes import Bnb4Bit
 from kvik.nn.parts import rows_to_read
+from kvik.planner.families import read_shape
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
 FP4 = bnb_config(bnb_4bit_quant_type="fp4", bnb_4bit_use_double_quant=False)
@@ -80,17 +83,46 @@ def test_any_rows_of_a_layer(
         begin += end - first
 
 
-def test_experts_and_a_quantised_router(tmp_path: Path) -> None:
-    """Versions of transformers before 5 quantise routers too; they stay floats in memory."""
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("left", ["layers.1.block_sparse_moe.gate", "experts"])
+def test_experts_and_routers(left: str, listed: bool, tmp_path: Path) -> None:
+    """Versions of transformers before 5 quantise experts and routers, which stay floats in memory;
+    later ones neither, without listing them. Plans count what is stored."""
     save_tiny(tmp_path / "plain", "Mixtral", **SIZES)
-    config = bnb_config(llm_int8_skip_modules=["lm_head", "layers.1.block_sparse_moe.gate"])
+    config = bnb_config(llm_int8_skip_modules=["lm_head", left])
     save_quantised(tmp_path / "plain", tmp_path / "q", tmp_path / "twin", config)
+    path = tmp_path / "q" / "config.json"
+    if not listed:
+        path.write_text(path.read_text().replace(f', "{left}"', ""))
     ids, packing = tokens(24), Packing()
     expected = PagedModel(tmp_path / "twin").logits(ids)
     found = PagedModel(tmp_path / "q").logits(ids)
     assert float((found - expected).norm() / expected.norm()) < 2e-6
     spec = PagedModel(tmp_path / "q", ops=packing.ops, dtype=torch.bfloat16).spec
     assert packing.loaded_bytes(spec.num_parameters) == spec.weight_bytes("bfloat16", "none")
+    planned = read_shape(str(tmp_path / "q")).like
+    assert planned.weight_bytes("bfloat16", "none") == spec.weight_bytes("bfloat16", "none")
+
+
+def test_experts_in_one_tensor(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "plain", "Qwen3Moe", **SIZES)
+    config = bnb_config(llm_int8_skip_modules=["lm_head", "experts"])
+    save_quantised(tmp_path / "plain", tmp_path / "q", tmp_path / "twin", config)
+    expected = PagedModel(tmp_path / "q").logits(tokens(24))
+    tensors = load_file(tmp_path / "q" / SINGLE)
+    experts = {name: tensors.pop(name) for name in [*tensors] if ".experts." in name}
+    for scope in {name.partition(".experts.")[0] for name in experts}:
+        parts: dict[str, list[Tensor]] = {"gate_proj": [], "up_proj": [], "down_proj": []}
+        names = [name for name in experts if name.startswith(f"{scope}.")]
+        for name in sorted(names, key=lambda name: int(name.split(".")[-3])):
+            parts[name.split(".")[-2]].append(experts[name])
+        gate, up, down = map(torch.stack, parts.values())
+        tensors[f"{scope}.experts.gate_up_proj"] = torch.cat((gate, up), 1)
+        tensors[f"{scope}.experts.down_proj"] = down
+    save_file(tensors, tmp_path / "q" / SINGLE)
+    path = tmp_path / "q" / "config.json"
+    path.write_text(path.read_text().replace(', "experts"', ""))
+    assert torch.equal(PagedModel(tmp_path / "q").logits(tokens(24)), expected)
 
 
 def test_adapters_that_requests_choose(tmp_path: Path) -> None:
@@ -110,6 +142,8 @@ def test_adapters_that_requests_choose(tmp_path: Path) -> None:
 LAYERS: dict[str, dict[str, Any]] = {
     "Llama": SIZES | {"tie_word_embeddings": False},
     "Qwen2": SIZES | {"tie_word_embeddings": True},
+    "Mixtral": SIZES,
+    "GptOss": SIZES,
     "Phi3": SIZES,
     "GPT2": {"n_embd": 64},
     # Blocks span rows. The package's own kernel for CPUs errs with some such sizes, but not these.
@@ -131,7 +165,8 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", LAYERS)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_the_package(case: str, family: str, tmp_path: Path) -> None:
-    """Of the weights that it dequantises: its products may round activations."""
+    """Of the weights that it dequantises: its products may round activations. A router may choose
+    otherwise for a token, between experts that are equal up to rounding."""
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("accelerate")
     save_tiny(tmp_path / "plain", family, **LAYERS[family])
@@ -142,5 +177,6 @@ def test_logits_are_those_of_the_package(case: str, family: str, tmp_path: Path)
     quantised.save_pretrained(tmp_path / "q")
     ids = tokens(24)
     expected = reference_logits(quantised.dequantize(torch.float32), ids)
-    found: Tensor = PagedModel(tmp_path / "q", ops=TORCH).logits(ids)
-    assert float((found - expected).norm() / expected.norm()) < 2e-6
+    found = PagedModel(tmp_path / "q", ops=TORCH).logits(ids)
+    off = (found - expected).norm(dim=1) / expected.norm(dim=1)
+    assert float(off.median()) < 2e-6 and float(off.quantile(0.9)) < 5e-6

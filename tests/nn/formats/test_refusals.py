@@ -109,11 +109,6 @@ def nan_in(source: Path, name: str, value: float = float("nan")) -> dict[str, Te
             "weight' must be I8, not F8_E4M3",
         ),
         (
-            "plain",
-            bnb_config(),
-            "it must be weight, weight.absmax, weight.quant_map, weight.quant_s",
-        ),
-        (
             "bnb-fp4",
             bnb_config(),
             "is stored as weight, weight.absmax, weight.quant_map, weight.qu",
