@@ -112,6 +112,26 @@ void activate(const activate_args& a, Team& team) {
     a.dtype == kBF16 ? activate_of<bf16>(a, team) : activate_of<float>(a, team);
 }
 
+// xIELU. e^x - 1 = 2 t / (1 - t), t = tanh(x / 2), has no difference that would cancel near 0.
+template <class T>
+void xielu_of(const xielu_args& a, Team& team) {
+    const F32 positive = broadcast(float(a.positive)), negative = broadcast(float(a.negative));
+    const F32 half = broadcast(0.5f), one = broadcast(1.0f);
+    each_columns(team, a.rows, a.dim, kActivationsPerThread, [&](int64_t row, int64_t begin, int64_t end) {
+        const T* from = static_cast<const T*>(a.x) + row * a.x_stride;
+        T* y = static_cast<T*>(a.y) + row * a.y_stride;
+        each_vector(begin, end, [&](int64_t i, auto n) KVIK_INLINED {
+            const F32 x = load(from + i, n), t = tanh(mul(half, min(zero(), x)));
+            const F32 below = mul(negative, sub(div(add(t, t), sub(one, t)), x));
+            store(y + i, fma(half, x, select(less(zero(), x), mul(positive, mul(x, x)), below)), n);
+        });
+    });
+}
+
+void xielu(const xielu_args& a, Team& team) {
+    a.dtype == kBF16 ? xielu_of<bf16>(a, team) : xielu_of<float>(a, team);
+}
+
 void softcap(const softcap_args& a, Team& team) {
     const F32 cap = broadcast(float(a.cap));
     each_columns(team, a.rows, a.dim, kActivationsPerThread, [&](int64_t row, int64_t begin, int64_t end) {

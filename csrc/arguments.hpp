@@ -77,6 +77,10 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 #define KVIK_ARGS_add(P, I, F)                                                           \
     P(x) I(x_stride) P(y) I(y_stride) P(out) I(out_stride) I(rows) I(dim) I(dtype)
 
+// y = x / 2, plus positive * x^2 above 0, else plus negative * (e^x - 1 - x).
+#define KVIK_ARGS_xielu(P, I, F)                                                         \
+    P(x) I(x_stride) P(y) I(y_stride) I(rows) I(dim) F(positive) F(negative) I(dtype)
+
 // y = x * factor.
 #define KVIK_ARGS_scaled(P, I, F)                                                        \
     P(x) I(x_stride) P(y) I(y_stride) I(rows) I(dim) F(factor) I(dtype)
@@ -273,8 +277,8 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 #define KVIK_ARGS_peak_i8(P, I, F) I(steps) P(result)
 
 #define KVIK_KERNELS(K)                                                                  \
-    K(rms_norm) K(layer_norm) K(activate) K(scaled) K(softcap) K(add) K(gather_rows)     \
-    K(rotations) K(rotary) K(gated) K(causal_conv) K(recurrence)                         \
+    K(rms_norm) K(layer_norm) K(activate) K(xielu) K(scaled) K(softcap) K(add)            \
+    K(gather_rows) K(rotations) K(rotary) K(gated) K(causal_conv) K(recurrence)                         \
     K(store_kv) K(store_latent) K(load_kv) K(move_kv) K(keep_queries) K(attention)       \
     K(linear) K(linear_each) K(route) K(experts) K(pack_matrix) K(matrix_rows) K(largest) \
     K(penalize) K(mask) K(draw) K(probabilities) K(exchange)                             \

@@ -51,6 +51,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2, biases": ("Qwen2", {"hidden_size": 64, "intermediate_size": 128}),
     "gpt2, learned positions": ("GPT2", {"n_embd": 64}),
     "experts": ("Glm4Moe", EXPERTS),
+    "learned activation": ("Apertus", {"hidden_size": 64, "head_dim": 16}),
 }
 O_PROJ, NORM = "model.layers.0.self_attn.o_proj", "model.norm.weight"
 KERNELS = ["torch", *(["native"] if NATIVE else [])]

@@ -84,6 +84,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "time_step_min": 1e-30,
     },
     "Nemotron": {},
+    "Apertus": {"head_dim": 8},
     "Arcee": {},
     "Granite": {"residual_multiplier": 0.3, "embedding_multiplier": 2.0},
     "HyperCLOVAX": {"residual_multiplier": 0.3, "embedding_multiplier": 2.0},

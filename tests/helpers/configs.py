@@ -225,6 +225,11 @@ PUBLIC: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
         rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]},
     ),
+    "Apertus-8B": config(
+        "ApertusForCausalLM",
+        vocab=131072, hidden=4096, inner=21504, layers=32, heads=32, kv_heads=8, positions=65536,
+        hidden_act="xielu", rope_theta=12e6, rope_scaling=LLAMA3_SCALING,
+    ),
     "OLMo-7B": config(
         "OlmoForCausalLM",
         vocab=50304, hidden=4096, inner=11008, layers=32, heads=32, kv_heads=32, positions=2048,

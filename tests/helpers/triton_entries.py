@@ -114,7 +114,7 @@ class Resources:
 FEW_REGISTERS = {
     f"{name}_kernel": most
     for most, names in (
-        (40, "activate scaled softcap rotations keep_queries mask"),
+        (40, "activate xielu scaled softcap rotations keep_queries mask"),
         (48, "gated"),
         (64, "pair_inputs combine sort finish word_rows byte_rows gather"),
         (80, "penalize"),
@@ -584,6 +584,7 @@ SMALL = (
         for name in ACTIVATIONS
         if name is not None
     ),
+    _entries("bf16", activation.xielu, _X, 0.7, 1.4),
     _entries("bf16", activation.scaled, _X, 2.0),
     _entries("fp32", activation.softcap, _fp32(9, 4096), 30.0),
     _entries("silu_and_mul, bf16", finish, _WIDE, None, "silu_and_mul", _X, _BF16),

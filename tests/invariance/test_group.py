@@ -128,6 +128,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "Falcon": {"hidden_size": 64, "new_decoder_architecture": True, "num_kv_heads": 2},
     "Phi3": HEADS,
     "Cohere2": HEADS,
+    "Apertus": {**HEADS, "head_dim": 16},
     "Qwen3_5": {  # the second of two stages has no states
         **CALIBRATED["Qwen3_5"],
         **HEADS,

@@ -101,6 +101,7 @@ def test_outputs_do_not_change(tmp_path: Path, family: str, index: int) -> None:
         "Starcoder2": (3,),
         "OPT": (3,),
         "Nemotron": (3,),
+        "Apertus": (3,),
         "Arcee": (3,),
         "GPTNeoX": (3,),
         "Falcon": (3,),

@@ -46,6 +46,7 @@ from kvik.spec.visible_keys import Window
         ("OPT-350M", 331_196_416),
         ("Phi-3.5-MoE", 41_873_153_344),
         # The next ones as counted by transformers in models of these sizes.
+        ("Apertus-8B", 8_053_338_176),
         ("OLMo-7B", 6_888_095_744),
         ("FlexOlmo-7x7B", 33_270_665_216),
         ("VaultGemma-1B", 1_038_741_120),

@@ -164,6 +164,7 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
     (of("Ernie4_5_Moe", moe_num_experts=4, moe_k=5), "moe_k"),
     (of("Ernie4_5_Moe", use_bias=True), "use_bias"),
     (of("Nemotron", hidden_act="silu"), "hidden_act"),
+    (of("Apertus", hidden_act="silu"), "hidden_act"),
     (of("Cwm", layer_types=["sliding_attention"]), "layer_types"),
     (of("Ministral", sliding_window=0), "sliding_window"),
     (of("MiniCPM3", scale_depth=0), "scale_depth"),

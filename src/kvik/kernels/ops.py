@@ -227,6 +227,8 @@ class Ops:
         fp32: cosines, then sines) -> (q, k), rotated in halves (not interleaved); may overwrite
         and return its arguments, so the caller must use only the results
     activate(x [tokens, dim], activation) -> [tokens, dim], or [tokens, dim / 2] if it is paired
+    xielu(x [tokens, dim], positive, negative) -> [tokens, dim]: x / 2, plus positive * x^2 above 0,
+        else plus negative * (e^x - 1 - x)
     scaled(x [tokens, dim], factor) -> x * factor
     softcap(x [rows, dim] fp32, cap) -> None; in place: cap * tanh(x / cap)
     gated(x [tokens, dim], gate [tokens, gates] of the dtype of x or fp32, by) -> x * by(gate), or x
@@ -274,6 +276,7 @@ class Ops:
     rotations: Callable[[Tensor, Tensor, Tensor, int], Tensor]
     rotary: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     activate: Callable[[Tensor, Activation], Tensor]
+    xielu: Callable[[Tensor, float, float], Tensor]
     scaled: Callable[[Tensor, float], Tensor]
     softcap: Callable[[Tensor, float], None]
     gated: Callable[[Tensor, Tensor, Gate], Tensor]

@@ -29,6 +29,7 @@ PAIRED: frozenset[Activation | None] = frozenset(
     {"silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul", "clamped_swiglu"}
 )
 SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702
+XIELU_SLOPE = 0.5  # at 0
 # Numbers in the kernels: odd ones are paired.
 ACTIVATIONS: Mapping[Activation | None, int] = {
     None: 0,

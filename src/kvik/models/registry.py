@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from kvik.models import (
     afmoe,
+    apertus,
     bamba,
     bert,
     cohere,
@@ -42,7 +43,7 @@ from kvik.spec.declare import Architecture
 FILES = (
     *(llama, qwen3, stablelm, phi, glm4, qwen3_5, mixtral, olmo2, granite, gpt_oss, llama4),
     *(deepseek, lfm2, ernie4_5, nemotron, nemotron_h, qwen_vl, gpt_neox, gemma, gemma4, cohere),
-    *(afmoe, bamba, hunyuan, minicpm, starcoder2, falcon, opt, gpt2, bert, modernbert),
+    *(afmoe, apertus, bamba, hunyuan, minicpm, starcoder2, falcon, opt, gpt2, bert, modernbert),
 )
 ARCHITECTURES: Mapping[str, Architecture] = {
     row.name: row for file in FILES for row in vars(file).values() if isinstance(row, Architecture)

@@ -52,6 +52,7 @@ from kvik.nn.layers import (
     RMSNorm,
     ScaledQueries,
     ScaledSum,
+    Xielu,
 )
 from kvik.nn.lora import AdapterSlots
 from kvik.nn.parts import (
@@ -71,6 +72,8 @@ from kvik.spec.declare import (
     GATE_UP,
     NO_TYPES,
     SMALL,
+    XIELU,
+    XIELU_NAMES,
     Declaration,
     ExpertNames,
     LayerBuilder,
@@ -372,7 +375,7 @@ class Builder(LayerBuilder):
         hidden: int,
         inner: int,
         bias: bool,
-        activation: Activation,
+        activation: Activation | None,
         *,
         transposed: bool = False,
         mixed: bool = False,
@@ -430,8 +433,21 @@ class Builder(LayerBuilder):
         Args:
             activation: by its name in config.json.
         """
-        kind = MLP_ACTIVATIONS[activation]
-        return self._mlp((up,), down, hidden, inner, bias, kind, transposed=transposed)
+        kind = None if activation == XIELU else MLP_ACTIVATIONS[activation]
+        mlp = self._mlp((up,), down, hidden, inner, bias, kind, transposed=transposed)
+        return mlp if kind is not None else replace(mlp, xielu=self._xielu())
+
+    def _xielu(self) -> Xielu:
+        scope, _, _ = XIELU_NAMES[0].rpartition(".")
+        factors = self.storage.tensor(self._name(scope), (2,), torch.float32, self.device)
+        xielu = Xielu(self.ops, factors)
+        for place, name in enumerate(XIELU_NAMES):
+            fill = partial(xielu.fill, place)
+            self._declare(self._name(name), factors[place : place + 1], "bias", fill)
+        self.ignore(f"{scope}.beta", f"{scope}.eps")  # constants of the activation
+        if self.storage.names:
+            xielu.on_host()
+        return xielu
 
     def experts(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvik.attention.base import Attend, AttendLatent, AttentionBackend, AttentionSpec, LatentUp
 from kvik.kernels.ops import Gate, Ops, StateHeads
-from kvik.kernels.weights import Activation, ExpertSet, Matrix
+from kvik.kernels.weights import XIELU_SLOPE, Activation, ExpertSet, Matrix
 from kvik.nn.rope import Rope
 from kvik.spec.declare import ForwardContext
 from kvik.spec.experts import Router
@@ -271,6 +271,32 @@ class Heads:
 # Feed-forward blocks.
 
 
+@dataclass(slots=True)
+class Xielu:
+    """xIELU (Huang and Schlag 2024), whose two factors are learned.
+
+    Attributes:
+        factors: [2] fp32, above and below 0; on the host `positive` and `negative`, once loaded.
+    """
+
+    ops: Ops
+    factors: Tensor
+    positive: float = 0.0
+    negative: float = 0.0
+
+    def fill(self, place: int, first: int, values: Tensor) -> None:
+        """Take a factor from its stored form: softplus(values [1]), below 0 plus the slope at 0."""
+        self.factors[place] = F.softplus(values.float())[0] + XIELU_SLOPE * place
+        self.on_host()
+
+    def on_host(self) -> None:
+        self.positive, self.negative = self.factors.tolist()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, dim] -> [tokens, dim]."""
+        return self.ops.xielu(x, self.positive, self.negative)
+
+
 @dataclass(frozen=True, slots=True)
 class MLP:
     """down(activation(up(x))) + residual. With a gate (SwiGLU and GEGLU, Shazeer 2020) `up` has the
@@ -278,12 +304,14 @@ class MLP:
 
     up: Linear
     down: Linear
+    xielu: Xielu | None = None  # in place of the activation of `up`
 
     def __call__(
         self, x: Tensor, ctx: ForwardContext | None = None, residual: Tensor | None = None
     ) -> Tensor:
         """x, residual [tokens, hidden] -> [tokens, hidden]."""
-        return self.down(self.up(x, ctx), ctx, residual)
+        made = self.up(x, ctx)
+        return self.down(made if self.xielu is None else self.xielu(made), ctx, residual)
 
 
 @dataclass(frozen=True, slots=True)

@@ -452,6 +452,10 @@ def gguf_shared_width(spec: ModelFacts) -> dict[str, float | Sequence[int]]:
 
 
 NO_TYPES = ("", 1)  # of `LayerBuilder.embedding`
+# The activation with two learned numbers per layer, which apply above and below 0, and their names
+# in the scope of an MLP.
+XIELU = "xielu"
+XIELU_NAMES = ("act_fn.alpha_p", "act_fn.alpha_n")
 
 
 def usual_scope(name: str, *aliases: str) -> str:
@@ -724,6 +728,8 @@ class LayerBuilder:
         activation: str = "gelu_new",
     ) -> FeedForward:
         self.linear(up, hidden, inner, bias=bias, role="up", transposed=transposed)
+        for name in XIELU_NAMES if activation == XIELU else ():
+            self._other(name, 1)
         return self.linear(down, inner, hidden, bias=bias, role="down", transposed=transposed)
 
     def experts(

@@ -168,12 +168,21 @@ ACTIVATED = (
     activation("relu_squared", lambda x: x.double().relu().square()),
     activation("clamped_swiglu", expected_clamped_gate, lambda up: up.clamp(-7, 7) + 1),
 )
+
+
+def expected_xielu(x: Tensor) -> Tensor:
+    wide = x.double()
+    curved = torch.where(wide > 0, 0.7 * wide.square(), 1.4 * (wide.expm1() - wide))
+    return curved + wide / 2
+
+
+xielu = Operation("xielu", lambda x: {"positive": 0.7, "negative": 1.4}, expected_xielu)
 scaled = Operation("scaled", lambda x: {"factor": 0.3}, lambda x: x.double() * 0.3)
 add = Operation("add", added, lambda x: x.double() + x.flip(-1).double(), result="out")
 each_operation = pytest.mark.parametrize(
     "operation",
     [
-        *(rms_norm, wide_rms_norm, layer_norm, *ACTIVATED, scaled, add),
+        *(rms_norm, wide_rms_norm, layer_norm, *ACTIVATED, xielu, scaled, add),
     ],
     ids=lambda o: o.name or o.kernel,
 )

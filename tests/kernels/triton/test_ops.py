@@ -29,7 +29,7 @@ from kvik.kernels.triton.ops import triton_ops
 LARGE = (("draw", "40x1003"), ("probabilities", "9x70"), ("probabilities", "40x1003"))
 CHOSEN = [c for c in CASES if c.op != "linear" and (c.op, c.name) not in LARGE]
 SEVERAL_DTYPES = (
-    *("rms_norm", "rotary", "activate", "scaled"),
+    *("rms_norm", "rotary", "activate", "xielu", "scaled"),
     *("gated", "causal_conv", "recurrence"),
     *("gather_rows", "store_kv", "largest"),
 )

@@ -50,6 +50,7 @@ def native_ops(native: Native) -> Ops:
         rotations=operations.rotations,
         rotary=operations.rotary,
         activate=operations.activate,
+        xielu=operations.xielu,
         scaled=operations.scaled,
         softcap=operations.softcap,
         gated=operations.gated,
@@ -191,6 +192,12 @@ class _Operations:
         y = self.native.empty(x.shape[0], columns, dtype=x.dtype)
         number = ACTIVATIONS[activation]
         self.native.launch("activate", x=x, y=y, columns=columns, activation=number)
+        return y
+
+    def xielu(self, x: Tensor, positive: float, negative: float) -> Tensor:
+        y = self.native.empty(*x.shape, dtype=x.dtype)
+        dim = x.shape[1]
+        self.native.launch("xielu", x=x, y=y, dim=dim, positive=positive, negative=negative)
         return y
 
     def draw(self, logits: Tensor, draws: Draws) -> Tensor:

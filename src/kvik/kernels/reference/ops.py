@@ -20,6 +20,7 @@ from kvik.kernels.weights import (
     PER_OUTPUT,
     SWIGLU_LIMIT,
     SWIGLU_SLOPE,
+    XIELU_SLOPE,
     Activation,
     Matrix,
     MatrixSpec,
@@ -190,6 +191,13 @@ _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
+def xielu(x: Tensor, positive: float, negative: float) -> Tensor:
+    """See `Ops`: xIELU (Huang and Schlag 2024, arXiv 2411.13010), in fp32 and rounded once."""
+    wide = x.float()
+    curved = torch.where(wide > 0, positive * wide.square(), negative * (wide.expm1() - wide))
+    return (curved + XIELU_SLOPE * wide).to(x.dtype)
+
+
 def scaled(x: Tensor, factor: float) -> Tensor:
     """x * factor, which torch computes in fp32 and rounds once."""
     return x * factor
@@ -327,6 +335,7 @@ REFERENCE = Ops(
     rotations=rotations,
     rotary=rotary,
     activate=activate,
+    xielu=xielu,
     scaled=scaled,
     softcap=softcap,
     gated=gated,

@@ -13,10 +13,18 @@ import triton.language as tl
 from torch import Tensor
 
 from kvik.kernels.triton.launch import in_blocks, launch
-from kvik.kernels.weights import ACTIVATIONS, PAIRED, SWIGLU_LIMIT, SWIGLU_SLOPE, Activation
+from kvik.kernels.weights import (
+    ACTIVATIONS,
+    PAIRED,
+    SWIGLU_LIMIT,
+    SWIGLU_SLOPE,
+    XIELU_SLOPE,
+    Activation,
+)
 
 CLAMPED = tl.constexpr(ACTIVATIONS["clamped_swiglu"])
 LIMIT, SLOPE = tl.constexpr(SWIGLU_LIMIT), tl.constexpr(SWIGLU_SLOPE)
+SLOPE_AT_0 = tl.constexpr(XIELU_SLOPE)
 MOST = 1024  # elements of a program: 16 bytes of bf16 at a time for each of 128 threads
 
 
@@ -90,6 +98,19 @@ def activate_kernel(x, out, columns, row_stride, ACTIVATION: tl.constexpr, BLOCK
 
 
 @triton.jit
+def xielu_kernel(x, out, columns, row_stride, positive, negative, BLOCK: tl.constexpr):
+    """grid [rows, blocks]; x [rows, columns]"""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < columns
+    wide = tl.load(x + row * row_stride + at, mask=inside, other=0.0).to(tl.float32)
+    twice = capped(tl.minimum(wide, 0.0), 2.0)  # 2 tanh(x / 2), near 0 more accurate than e^x - 1
+    below = negative * (twice / (1.0 - 0.5 * twice) - wide)
+    y = tl.where(wide > 0.0, positive * wide * wide, below) + SLOPE_AT_0 * wide
+    tl.store(out + row * columns + at, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def scaled_kernel(x, out, n, factor, BLOCK: tl.constexpr):
     """grid [blocks]; x, out [n]"""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -111,6 +132,16 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     block, blocks = in_blocks(columns, MOST)
     numbers, constants = (columns, x.stride(0)), (ACTIVATIONS[activation], block)
     launch(activate_kernel, (rows, blocks), (x, out), numbers, constants)
+    return out
+
+
+def xielu(x: Tensor, positive: float, negative: float) -> Tensor:
+    """See `Ops`."""
+    rows, columns = x.shape
+    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    block, blocks = in_blocks(columns, MOST)
+    numbers = columns, x.stride(0), positive, negative
+    launch(xielu_kernel, (rows, blocks), (x, out), numbers, (block,))
     return out
 
 

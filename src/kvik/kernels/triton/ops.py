@@ -37,6 +37,7 @@ def triton_ops(device: torch.device) -> Ops:
         rotations=rotary.rotations,
         rotary=rotary.rotary,
         activate=activation.activate,
+        xielu=activation.xielu,
         scaled=activation.scaled,
         softcap=activation.softcap,
         gated=states.gated,
