@@ -131,6 +131,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
     },
     "Qwen3_5": STATES,
+    "OlmoHybrid": STATES,
     "Qwen3Next": {
         **STATES,
         "num_experts": 6,

@@ -234,6 +234,11 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "OlmoForCausalLM",
         vocab=50304, hidden=4096, inner=11008, layers=32, heads=32, kv_heads=32, positions=2048,
     ),
+    "OLMo-Hybrid-7B": config(
+        "OlmoHybridForCausalLM",
+        vocab=100352, hidden=3840, inner=11008, layers=32, heads=30, kv_heads=30, positions=65536,
+        rope_parameters={"rope_type": "default", "rope_theta": None},
+    ),
     "FlexOlmo-7x7B": config(
         "FlexOlmoForCausalLM",
         vocab=100352, hidden=4096, inner=11008, layers=32, heads=32, kv_heads=32, positions=4096,

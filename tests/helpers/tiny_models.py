@@ -137,7 +137,29 @@ def save_tiny(folder: Path, family: str, *, seed: int = 0, **options: Any) -> An
     """Make a tiny model, save it to a folder and return the transformers model."""
     model = tiny_model(family, seed=seed, **options)
     model.save_pretrained(folder)
+    if family == "OlmoHybrid":
+        _rename_as_published(folder, model.config)
     return model
+
+
+def _rename_as_published(folder: Path, config: Any) -> None:
+    """transformers 5.23 reads a published OLMo Hybrid, and writes other names, and convolutions in
+    three equal parts."""
+    renamed = {
+        "attention_layer_norm": "input_layernorm",
+        "feedforward_layer_norm": "post_attention_layernorm",
+    }
+    path = folder / "model.safetensors"
+    stored = load_file(path)
+    for name in [name for name in stored if ".q_conv1d." in name]:
+        names = [name.replace("q_conv1d", f"{part}_conv1d") for part in "qkv"]
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        joined = torch.cat([stored[part] for part in names])
+        parts = joined.split((keys, keys, len(joined) - 2 * keys))
+        stored |= {part: rows.contiguous() for part, rows in zip(names, parts, strict=True)}
+    for old, new in renamed.items():
+        stored = {name.replace(old, new): tensor for name, tensor in stored.items()}
+    save_file(stored, path, metadata={"format": "pt"})
 
 
 # Names of the text model in checkpoints that read images.

@@ -136,6 +136,7 @@ FAMILIES: dict[str, dict[str, object]] = {
         "num_hidden_layers": 2,
         "layer_types": ["linear_attention", "full_attention"],
     },
+    "OlmoHybrid": {**CALIBRATED["OlmoHybrid"], **HEADS, "head_dim": 16},
     "Lfm2": {**CALIBRATED["Lfm2"], **HEADS},
     "GraniteMoeHybrid": {**CALIBRATED["GraniteMoeHybrid"], **HEADS},
     "NemotronH": {**CALIBRATED["NemotronH"], **HEADS, "head_dim": 16},
@@ -187,6 +188,7 @@ def test_models_of_each_kind(number, family, tmp_path, monkeypatch) -> None:
         found.append(answers(tmp_path, 2, "pipeline_parallel_size", dtype="float32"))
     if family in (
         "Qwen3_5",
+        "OlmoHybrid",
         "Lfm2",
         "GraniteMoeHybrid",
         "NemotronH",

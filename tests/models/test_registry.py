@@ -10,11 +10,13 @@ import pytest
 import torch
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import (
+    DELTA,
     IMAGE_PREFIXES,
     LATENT,
     reference_logits,
     save_tiny,
     save_tiny_with_images,
+    tiny_model,
     tokens,
 )
 from safetensors.torch import load_file, save_file
@@ -32,6 +34,15 @@ def test_checkpoints_of_the_bare_trunk(family: str, prefix: str, tmp_path: Path)
     stored = load_file(tmp_path / SINGLE)
     assert all(name.startswith(prefix) for name in stored)
     save_file({n.removeprefix(prefix): t for n, t in stored.items()}, tmp_path / SINGLE)
+    ids = tokens(12)
+    expected = reference_logits(reference, ids)
+    torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
+
+
+def test_an_olmo_hybrid_as_transformers_writes_it(tmp_path: Path) -> None:
+    reference = tiny_model("OlmoHybrid", num_hidden_layers=4, **DELTA)
+    reference.save_pretrained(tmp_path)
+    assert any("attention_layer_norm" in name for name in load_file(tmp_path / SINGLE))
     ids = tokens(12)
     expected = reference_logits(reference, ids)
     torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)

@@ -48,6 +48,7 @@ from kvik.spec.visible_keys import Window
         # The next ones as counted by transformers in models of these sizes.
         ("Apertus-8B", 8_053_338_176),
         ("OLMo-7B", 6_888_095_744),
+        ("OLMo-Hybrid-7B", 7_430_870_688),
         ("FlexOlmo-7x7B", 33_270_665_216),
         ("VaultGemma-1B", 1_038_741_120),
         ("Bamba-9B", 9_780_235_392),

@@ -211,20 +211,29 @@ def qwen3_5(spec: ModelFacts, builder: LayerBuilder) -> Decoder:
     return Decoder(spec, builder, Qwen35Layer, last_norm, ("model.language_model", "model"))
 
 
-def qwen3_5_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Delta nets, and attention in each `full_attention_interval`-th layer, or by `layer_types`."""
-    key_heads = fields.integer("linear_num_key_heads", 1, MAX_HEADS, 16)
-    value_heads = fields.integer("linear_num_value_heads", 1, MAX_HEADS, 32)
+KEY_HEADS, VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
+KEY_DIM, VALUE_DIM = "linear_key_head_dim", "linear_value_head_dim"
+
+
+def delta_state(fields: Fields) -> StateSpec:
+    """Return the state of a layer with a delta net."""
+    key_heads = fields.integer(KEY_HEADS, 1, MAX_HEADS, 16)
+    value_heads = fields.integer(VALUE_HEADS, 1, MAX_HEADS, 32)
     if value_heads % key_heads:
-        reason = f"must be a multiple of linear_num_key_heads ({key_heads}), not {value_heads}"
-        raise fields.error("linear_num_value_heads", reason)
-    state = StateSpec.recurrent(
+        reason = f"must be a multiple of {KEY_HEADS} ({key_heads}), not {value_heads}"
+        raise fields.error(VALUE_HEADS, reason)
+    return StateSpec.recurrent(
         key_heads,
         value_heads,
-        fields.integer("linear_key_head_dim", 1, MAX_WIDTH, 128),
-        fields.integer("linear_value_head_dim", 1, MAX_WIDTH, 128),
+        fields.integer(KEY_DIM, 1, MAX_WIDTH, 128),
+        fields.integer(VALUE_DIM, 1, MAX_WIDTH, 128),
         fields.integer("linear_conv_kernel_dim", 2, MAX_TAPS, 4),
     )
+
+
+def qwen3_5_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Delta nets, and attention in each `full_attention_interval`-th layer, or by `layer_types`."""
+    state = delta_state(fields)
     every = fields.integer("full_attention_interval", 1, MAX_LAYERS, 4)
     types = layer_types(fields, layers, every, LINEAR)
     attends = LayerSpec(None, read_rope(fields, positions, fraction=0.25))

@@ -30,6 +30,7 @@ from kvik.models import (
     nemotron,
     nemotron_h,
     olmo2,
+    olmo_hybrid,
     opt,
     phi,
     qwen3,
@@ -44,6 +45,7 @@ FILES = (
     *(llama, qwen3, stablelm, phi, glm4, qwen3_5, mixtral, olmo2, granite, gpt_oss, llama4),
     *(deepseek, lfm2, ernie4_5, nemotron, nemotron_h, qwen_vl, gpt_neox, gemma, gemma4, cohere),
     *(afmoe, apertus, bamba, hunyuan, minicpm, starcoder2, falcon, opt, gpt2, bert, modernbert),
+    *(olmo_hybrid,),
 )
 ARCHITECTURES: Mapping[str, Architecture] = {
     row.name: row for file in FILES for row in vars(file).values() if isinstance(row, Architecture)

@@ -70,6 +70,7 @@ from kvik.nn.rope import Rope
 from kvik.spec.declare import (
     EXPERT_NAMES,
     GATE_UP,
+    NO_PARTS,
     NO_TYPES,
     SMALL,
     XIELU,
@@ -92,7 +93,7 @@ from kvik.spec.shares import TILE, Between, PipelineStage
 from kvik.spec.stored_weights import StoredQuantization, StoredScheme, stored_alike
 from kvik.spec.weights import matrix_kind
 
-BIAS = "bias"
+WEIGHT, BIAS = "weight", "bias"
 CORRECTION = "e_score_correction_bias"  # of a router; some checkpoints store it with its matrix
 # Activations of MLPs without a gate, by their names in config.json.
 MLP_ACTIVATIONS: Mapping[str, Activation] = {
@@ -228,6 +229,12 @@ class Builder(LayerBuilder):
             if self._stored and "" in aliases:
                 return self
         return inner
+
+    def one_of(self, *names: str) -> str:
+        """Return the first name of a layer that the checkpoint has, else the first."""
+        full = ((name, self._name(name)) for name in names)
+        stored = (name for name, at in full if {at, f"{at}.weight"} & self._stored.keys())
+        return next(stored, names[0])
 
     def skip(self, *scopes: str) -> None:
         """Skip all tensors in some scopes, such as an image encoder."""
@@ -898,32 +905,60 @@ class Builder(LayerBuilder):
         return GatedProduct(self.ops, GATES[by])
 
     def causal_conv(
-        self, name: str, layer: int, spec: StateSpec, *, silu: bool = False
+        self,
+        name: str,
+        layer: int,
+        spec: StateSpec,
+        *,
+        silu: bool = False,
+        parts: Mapping[str, int] = NO_PARTS,
     ) -> CausalConv:
         """Return the convolution of a layer that keeps a state; checkpoints store its weight as
-        [channels, 1, width]."""
+        [channels, 1, width].
+
+        Args:
+            parts: names of the tensors of consecutive channels, and their numbers; {}: there is
+                one.
+        """
         width, channels = spec.width, spec.channels
         full = self._name(f"{name}.weight")
         weight = self.storage.tensor(full, (width, channels), self.dtype, self.device)
-        self._declare(full, weight.t()[:, None], "gain")
+        sizes = dict(parts) or {name: channels}
+        stored = [self._stored.get(self._name(part), {}).get(WEIGHT, ()) for part in sizes]
+        if sum(shape[0] for shape in stored if shape) == channels:  # transformers divides evenly
+            sizes = {part: shape[0] for part, shape in zip(sizes, stored, strict=True)}
+        first = 0
+        for part, size in sizes.items():
+            rows = weight.t()[first : first + size, None]
+            self._declare(self._name(f"{part}.weight"), rows, "gain")
+            first += size
         offset = None
         if spec.bias:
             offset = self._tensor(self._name(f"{name}.bias"), (channels,), "bias", self.dtype)
         return CausalConv(self.ops, weight, offset, self._state_of(layer), silu)
 
     def recurrence(
-        self, decay: str, bias: str, layer: int, spec: StateSpec, *, skip: str = ""
+        self,
+        decay: str,
+        bias: str,
+        layer: int,
+        spec: StateSpec,
+        *,
+        skip: str = "",
+        most: float = 1.0,
     ) -> Recurrence:
         """Return the gated delta rule or the state space of a layer.
 
         Args:
             decay, bias, skip: names of the learned parameters of the heads; see `StateHeads`.
+            most: see `StateHeads`.
         """
         rates, offsets, *skips = (
             self._tensor(self._name(name), (spec.value_heads,), "bias")
             for name in filter(None, (decay, bias, skip))
         )
-        heads = StateHeads(rates, offsets, spec.key_heads, *skips)
+        skipped = skips[0] if skips else None
+        heads = StateHeads(rates, offsets, spec.key_heads, skipped, most)
         return Recurrence(self.ops, heads, self._state_of(layer))
 
     def _state_of(self, layer: int) -> int:

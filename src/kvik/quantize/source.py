@@ -206,7 +206,7 @@ def unclipped_rows(spec: ModelSpec, layer: int) -> Mapping[str, int]:
             counts[names[0]] = linear.outputs[0]
         elif linear.role != "qkv":
             continue
-        elif state is not None:
+        elif state is not None and len(names) <= 2:
             rows = 2 * state.key_heads * state.key_dim
             contiguous = len(names) > 1 or not rows  # else they are stored head by head
             counts[names[0]] = rows if contiguous else linear.outputs[0]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from math import prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from kvik.spec.fields import Fields
@@ -452,6 +453,7 @@ def gguf_shared_width(spec: ModelFacts) -> dict[str, float | Sequence[int]]:
 
 
 NO_TYPES = ("", 1)  # of `LayerBuilder.embedding`
+NO_PARTS: Mapping[str, int] = MappingProxyType({})  # of `LayerBuilder.causal_conv`
 # The activation with two learned numbers per layer, which apply above and below 0, and their names
 # in the scope of an MLP.
 XIELU = "xielu"
@@ -649,6 +651,9 @@ class LayerBuilder:
             inner._layer = name
             self._listed.block = f"{self._scope}.{{}}."
         return inner
+
+    def one_of(self, *names: str) -> str:
+        return names[0]
 
     def skip(self, *scopes: str) -> None:
         self._listed.skipped += [f"{self._name(scope)}." for scope in scopes]
@@ -914,15 +919,29 @@ class LayerBuilder:
         return _LISTED
 
     def causal_conv(
-        self, name: str, layer: int, spec: StateSpec, *, silu: bool = False
+        self,
+        name: str,
+        layer: int,
+        spec: StateSpec,
+        *,
+        silu: bool = False,
+        parts: Mapping[str, int] = NO_PARTS,
     ) -> StateLayer:
-        self._other(f"{name}.weight", spec.channels * spec.width, (spec.channels, 1, spec.width))
+        for part, channels in (parts or {name: spec.channels}).items():
+            self._other(f"{part}.weight", channels * spec.width, (channels, 1, spec.width))
         if spec.bias:
             self._other(f"{name}.bias", spec.channels)
         return _LISTED
 
     def recurrence(
-        self, decay: str, bias: str, layer: int, spec: StateSpec, *, skip: str = ""
+        self,
+        decay: str,
+        bias: str,
+        layer: int,
+        spec: StateSpec,
+        *,
+        skip: str = "",
+        most: float = 1.0,
     ) -> RecurrentLayer:
         self._other(decay, spec.value_heads, logarithm=True)
         self._other(bias, spec.value_heads)

@@ -272,6 +272,7 @@ class _Operations:
             decay=heads.decay,
             bias=heads.bias,
             skip=heads.skip,
+            most=heads.most,
             state=state,
             log=log,
             **self._places(sequences),

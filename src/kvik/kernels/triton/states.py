@@ -139,13 +139,13 @@ def inputs_at(own, head, skip, key_heads, value_heads, key_dim, value_dim):
 
 
 @triton.jit
-def gates_at(gate, rate, offset, skip, value_heads):
+def gates_at(gate, rate, offset, beta_scale, skip, value_heads):
     """The factor of a change and the logarithm of the decay, by a head's gates at `gate`."""
     alpha = tl.load(gate + value_heads if skip is None else gate).to(tl.float32) + offset
     step = tl.maximum(alpha, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(alpha)))
     beta = step
     if skip is None:
-        beta = sigmoid(tl.load(gate).to(tl.float32))
+        beta = beta_scale * sigmoid(tl.load(gate).to(tl.float32))
     return beta, -rate * step
 
 
@@ -159,7 +159,7 @@ def state_at(state, row, head, key, at, state_stride, key_dim, value_dim):
 
 @triton.jit
 def pass_token(
-    s, own, gate, head, key, at, rate, offset, skip,
+    s, own, gate, head, key, at, rate, offset, beta_scale, skip,
     key_heads, value_heads, key_dim, value_dim, scale, eps,
 ):  # fmt: skip
     """Take a head's state [KEYS, BLOCK] through one token, with inputs at `own` and gates at
@@ -168,7 +168,7 @@ def pass_token(
     q = tl.load(q_at + key, mask=key < key_dim, other=0.0).to(tl.float32)
     k = tl.load(k_at + key, mask=key < key_dim, other=0.0).to(tl.float32)
     v = tl.load(v_at + at, mask=at < value_dim, other=0.0).to(tl.float32)
-    beta, lost = gates_at(gate, rate, offset, skip, value_heads)
+    beta, lost = gates_at(gate, rate, offset, beta_scale, skip, value_heads)
     s = s * tl.exp(lost)
     if skip is None:
         q = q * tl.rsqrt(tl.sum(q * q, 0) + eps) * scale
@@ -231,7 +231,7 @@ def unit(x, eps):
 
 @triton.jit
 def pass_chunk(
-    s, own, gate, inside, head, key, at, rate, offset, skip,
+    s, own, gate, inside, head, key, at, rate, offset, beta_scale, skip,
     key_heads, value_heads, key_dim, value_dim, scale, eps,
     LEVELS: tl.constexpr,
 ):  # fmt: skip
@@ -243,7 +243,7 @@ def pass_chunk(
     q = tl.load(q_at[:, None] + key[None, :], mask=keys, other=0.0)
     k = tl.load(k_at[:, None] + key[None, :], mask=keys, other=0.0)
     v = tl.load(v_at[:, None] + at[None, :], mask=columns, other=0.0).to(tl.float32)
-    beta, lost = gates_at(gate, rate, offset, skip, value_heads)
+    beta, lost = gates_at(gate, rate, offset, beta_scale, skip, value_heads)
     beta, lost = tl.where(inside, beta, 0.0)[:, None], tl.where(inside, lost, 0.0)
     i = tl.arange(0, 1 << LEVELS)
     after = i[:, None] > i[None, :]
@@ -279,7 +279,7 @@ def in_chunks(count, pending, drafts, sequence, LONG: tl.constexpr):
 def recurrence_kernel(
     x, gates, decay, bias, skip, state, log, starts, lengths, rows, pending, drafts, out,
     x_stride, gates_stride, state_stride, log_stride, gates_width,
-    key_heads, value_heads, key_dim, value_dim, scale, eps,
+    key_heads, value_heads, key_dim, value_dim, scale, eps, beta_scale,
     KEYS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     """grid [sequences, value heads, blocks of columns]; for the arguments see `Ops.recurrence`.
@@ -298,7 +298,7 @@ def recurrence_kernel(
             own = log + row.to(tl.int64) * log_stride
             for _ in range(0, tl.load(pending + sequence)):
                 s, _ = pass_token(
-                    s, own, own + width + head, head, key, at, rate, offset, skip,
+                    s, own, own + width + head, head, key, at, rate, offset, beta_scale, skip,
                     key_heads, value_heads, key_dim, value_dim, scale, eps,
                 )  # fmt: skip
                 own += width + gates_width
@@ -306,7 +306,8 @@ def recurrence_kernel(
             token = first + i
             s, y = pass_token(
                 s, x + token * x_stride, gates + token * gates_stride + head, head, key, at,
-                rate, offset, skip, key_heads, value_heads, key_dim, value_dim, scale, eps,
+                rate, offset, beta_scale, skip,
+                key_heads, value_heads, key_dim, value_dim, scale, eps,
             )  # fmt: skip
             to = out + token * value_heads * value_dim + head * value_dim + at
             tl.store(to, y.to(out.dtype.element_ty), mask=at < value_dim)
@@ -318,7 +319,7 @@ def recurrence_kernel(
 def chunks_kernel(
     x, gates, decay, bias, skip, state, starts, lengths, rows, pending, drafts, out,
     x_stride, gates_stride, state_stride,
-    key_heads, value_heads, key_dim, value_dim, scale, eps,
+    key_heads, value_heads, key_dim, value_dim, scale, eps, beta_scale,
     KEYS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """grid [sequences, value heads, blocks of columns]; `recurrence_kernel` for sequences that take
@@ -337,7 +338,7 @@ def chunks_kernel(
             token = first + tl.minimum(place, count - 1)  # the last one again has no effect
             s, y = pass_chunk(
                 s, x + token * x_stride, gates + token * gates_stride + head, inside, head, key,
-                at, rate, offset, skip,
+                at, rate, offset, beta_scale, skip,
                 key_heads, value_heads, key_dim, value_dim, scale, eps, LEVELS,
             )  # fmt: skip
             to = out + token[:, None] * value_heads * value_dim + head * value_dim + at[None, :]
@@ -415,19 +416,20 @@ def recurrence(
     inputs = (x, gates, heads.decay, heads.bias, heads.skip, state)
     places = (sequences.starts, sequences.lengths, sequences.rows)
     drafted = (sequences.pending, sequences.drafts)
-    sizes = (heads.key_heads, value_heads, key_dim, value_dim, key_dim**-0.5, UNIT_EPS)
+    sizes = (heads.key_heads, value_heads, key_dim, value_dim)
+    factors = (key_dim**-0.5, UNIT_EPS, heads.most)
     keys = power_of_two(key_dim)
     block, blocks = in_blocks(value_dim, COLUMNS)
     long = LONG if x.dtype == torch.bfloat16 else NEVER
     launch(
         recurrence_kernel, (len(sequences.rows), value_heads, blocks),
         (*inputs, log, *places, *drafted, out),
-        (*strides, log.stride(0), gates.shape[1], *sizes), (keys, block, long),
+        (*strides, log.stride(0), gates.shape[1], *sizes, *factors), (keys, block, long),
     )  # fmt: skip
     if sequences.longest >= long:
         launch(
             chunks_kernel, (len(sequences.rows), value_heads, blocks),
-            (*inputs, *places, *drafted, out), (*strides, *sizes),
+            (*inputs, *places, *drafted, out), (*strides, *sizes, *factors),
             (max(16, keys), max(16, block), long, LEVELS),
         )  # fmt: skip  # tensor cores take 16 numbers at least
     if sequences.drafts is not None:  # every program above has read the log
