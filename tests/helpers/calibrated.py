@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from helpers import tiny_models
+from helpers.model_cases import BESIDE, H1_FACTORS
 from helpers.tiny_models import DELTA
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -83,6 +84,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 40,
         "time_step_min": 1e-30,
     },
+    "FalconH1": {**BESIDE, **H1_FACTORS},
     "Nemotron": {},
     "Apertus": {"head_dim": 8},
     "Arcee": {},
@@ -157,6 +159,7 @@ LEFT: dict[str, set[str]] = {
     "NemotronH": {"gate"},
     "Lfm3": {"gate_proj"},
     "Qwen3_5": {"in_proj_a", "in_proj_b"},
+    "OlmoHybrid": {"a_proj", "b_proj"},
     "Qwen3_5Moe": {"gate", "shared_expert_gate", "in_proj_a", "in_proj_b"},
     "Qwen3Next": {"gate", "shared_expert_gate", "in_proj_ba"},
 }

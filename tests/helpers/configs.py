@@ -249,6 +249,12 @@ PUBLIC: dict[str, dict[str, Any]] = {
         vocab=256000, hidden=1152, inner=6912, layers=26, heads=4, kv_heads=4, head_dim=256,
         positions=1024, tie_word_embeddings=True, hidden_act=None, sliding_window=512,
     ),
+    "Falcon-H1-0.5B": config(
+        "FalconH1ForCausalLM",
+        vocab=32784, hidden=1024, inner=2048, layers=36, heads=8, kv_heads=2, head_dim=64,
+        positions=16384, rope_theta=1e11, mamba_d_ssm=1536, mamba_n_heads=24, mamba_d_head=64,
+        mamba_d_state=128, mamba_n_groups=1,
+    ),
     "Bamba-9B": config(
         "BambaForCausalLM",
         vocab=128256, hidden=4096, inner=14336, layers=32, heads=32, kv_heads=8, positions=4096,

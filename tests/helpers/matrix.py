@@ -236,6 +236,13 @@ SPACES = model_config(  # Mamba-2, experts, attention, Mamba-2, an MLP
 )  # fmt: skip
 
 
+BESIDE = model_config(  # attention and Mamba-2 in each layer
+    "FalconH1ForCausalLM",
+    vocab=96, hidden=32, inner=64, layers=3, heads=4, kv_heads=2, head_dim=16, positions=256,
+    mamba_d_ssm=48, mamba_n_heads=4, mamba_d_state=8, mamba_n_groups=2, key_multiplier=0.5,
+    ssm_multipliers=[0.4, 0.3, 0.7, 0.5, 1.4], torch_dtype="float32",
+)  # fmt: skip
+
 MODELS = (
     "bundled",
     "windowed",
@@ -264,7 +271,7 @@ def make_model(name: str, folder: Path) -> dict[str, object]:
     if name == "bundled":
         return {"model": BUNDLED}
     configs = {"latent": LATENT, "capped": CAPPED, "chunked": CHUNKED, "states": STATES}
-    configs["spaces"] = SPACES
+    configs |= {"spaces": SPACES, "beside": BESIDE}
     config = configs.get(name, WINDOWED)
     (folder / "config.json").write_text(json.dumps(config))
     return {"model": str(folder), "load_format": "random", "seed": 3}

@@ -59,6 +59,22 @@ MAMBA: dict[str, Any] = {
     "mamba_n_heads": 8,
     "mamba_d_state": 12,
 }
+BESIDE: dict[str, Any] = {  # Falcon-H1
+    "mamba_d_ssm": 48,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 12,
+}
+H1_FACTORS: dict[str, Any] = {
+    "embedding_multiplier": 5.0,
+    "lm_head_multiplier": 0.3,
+    "key_multiplier": 0.4,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.6,
+    "ssm_multipliers": [0.4, 0.3, 0.7, 0.5, 1.4],
+    "mlp_multipliers": [0.8, 0.6],
+}
 NEMOTRON_H: dict[str, Any] = {
     "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
     "head_dim": 8,
@@ -460,6 +476,27 @@ CASES = {
         tie_word_embeddings=True,
     ),
     "olmo-hybrid-defaults": case("OlmoHybrid", num_key_value_heads=None),
+    "falcon-h1": case("FalconH1", BESIDE, H1_FACTORS),
+    "falcon-h1-norm": case(
+        "FalconH1",
+        BESIDE,
+        H1_FACTORS,
+        mamba_rms_norm=True,
+        mamba_n_groups=2,
+        head_dim=16,
+        tie_word_embeddings=True,
+    ),
+    "falcon-h1-norm-after-gate": case(
+        "FalconH1",
+        BESIDE,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        mamba_d_ssm=None,
+        mamba_conv_bias=False,
+        key_multiplier=0.4,
+        attention_bias=True,
+        attention_out_multiplier=0.9,
+    ),
     "lfm2-moe": case(
         "Lfm2Moe",
         EIGHT_EXPERTS,

@@ -137,6 +137,7 @@ FAMILIES: dict[str, dict[str, object]] = {
         "layer_types": ["linear_attention", "full_attention"],
     },
     "OlmoHybrid": {**CALIBRATED["OlmoHybrid"], **HEADS, "head_dim": 16},
+    "FalconH1": {**CALIBRATED["FalconH1"], **HEADS, "head_dim": 16},
     "Lfm2": {**CALIBRATED["Lfm2"], **HEADS},
     "GraniteMoeHybrid": {**CALIBRATED["GraniteMoeHybrid"], **HEADS},
     "NemotronH": {**CALIBRATED["NemotronH"], **HEADS, "head_dim": 16},
@@ -189,6 +190,7 @@ def test_models_of_each_kind(number, family, tmp_path, monkeypatch) -> None:
     if family in (
         "Qwen3_5",
         "OlmoHybrid",
+        "FalconH1",
         "Lfm2",
         "GraniteMoeHybrid",
         "NemotronH",

@@ -51,6 +51,7 @@ from kvik.spec.visible_keys import Window
         ("OLMo-Hybrid-7B", 7_430_870_688),
         ("FlexOlmo-7x7B", 33_270_665_216),
         ("VaultGemma-1B", 1_038_741_120),
+        ("Falcon-H1-0.5B", 521_411_104),
         ("Bamba-9B", 9_780_235_392),
         ("K-EXAONE-236B-A23B", 236_571_156_352),
         ("HyperCLOVAX-Think-14B", 14_748_112_896),

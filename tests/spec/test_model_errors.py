@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from helpers.configs import LLAMA3_SCALING, PUBLIC, small, small_qwen
+from helpers.model_cases import BESIDE
 from helpers.tiers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -125,6 +126,18 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
     (of("Bamba", mamba_n_heads=8), "attn_layer_indices"),
     (of("Bamba", mamba_n_heads=8, attn_layer_indices=[4]), "attn_layer_indices"),
     (of("Bamba", partial_rotary_factor=1.0), "partial_rotary_factor"),
+    (of("FalconH1", **BESIDE, ssm_multipliers=[1.0] * 4), "ssm_multipliers"),
+    (of("FalconH1", **BESIDE, mlp_multipliers=[0.0, 1.0]), "mlp_multipliers"),
+    (of("FalconH1", **BESIDE, key_multiplier=-1), "key_multiplier"),
+    (of("FalconH1", **BESIDE, mlp_bias=True), "mlp_bias"),
+    (of("FalconH1", **BESIDE, projectors_bias=True), "projectors_bias"),
+    (of("FalconH1", **BESIDE, time_step_limit=[0.0, 0.1]), "time_step_limit"),
+    (of("FalconH1", **{**BESIDE, "mamba_d_ssm": 50}), "mamba_d_head"),
+    (of("FalconH1", **BESIDE, layer_types=["mamba"] * 4), "layer_types"),
+    (
+        of("FalconH1", **BESIDE, attention_bias=True, attention_in_multiplier=2.0),
+        "attention_in_multiplier",
+    ),
     (of("Olmo", clip_qkv=8.0), "clip_qkv"),
     (of("OlmoHybrid", linear_num_value_heads=3), "linear_num_value_heads"),
     (of("OlmoHybrid", linear_allow_neg_eigval=1), "linear_allow_neg_eigval"),

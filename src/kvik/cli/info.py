@@ -185,7 +185,8 @@ def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
         text = f"keep a state of {state.size:,} numbers: the last {state.width - 1} inputs"
         if state.value_heads:
             text += f", and matrices of {state.value_heads} heads"
-        return text
+        alone = replace(layer, state=None, beside=False)
+        return f"{text}; {_kind(spec, alone)}" if layer.beside else text
     seen = f"see {_seen(layer)}"
     if layer.latent is not None:
         seen += f" by latent vectors of {layer.latent.width}"

@@ -32,7 +32,7 @@ from kvik.config.units import MIB
 from kvik.core.config import RESERVED_BLOCKS
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.adapters import in_block, is_stack
-from kvik.spec.declare import DeclaredLinear, Role
+from kvik.spec.declare import XIELU, DeclaredLinear, Role
 from kvik.spec.kv import AUTO, STATE_BYTES, KVGroup, block_bytes, group_layers, stored_as
 from kvik.spec.model import DTYPE_BYTES, LinearLayers
 from kvik.spec.shares import TILE, PipelineStage, cut_groups, stage_groups
@@ -677,10 +677,11 @@ class Footprint:
         """Return the permanent buffers of a tape and the scratch of its kernels. In a layer there
         are three copies of the residual stream (before, normalised, after), Q, K and V (twice if
         they are normalised, but then they replace others), the output of attention, and the inner
-        activations. Kernels copy the inputs of a product."""
+        activations, before and after xIELU. Kernels copy the inputs of a product."""
         spec, tokens = self.spec, size.max_num_batched_tokens
         widths = 3 * spec.hidden_size + self._qkv + spec.query_width + spec.inner_width
         widths += max(0, spec.state_width - self._qkv - spec.query_width)
+        widths += spec.inner_width if spec.activation == XIELU else 0
         normalised = self._qkv
         rotation = 4 * sum(rope.of_token * width for rope, width in spec.rotations)
         buffers = tokens * ((widths + normalised) * self._item + rotation)

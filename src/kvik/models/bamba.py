@@ -44,14 +44,19 @@ def mixer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> AttentionBlock
     return GroupedQueryAttention(spec, builder, layer)
 
 
-def mixer_state(fields: Fields) -> StateSpec:
-    """Return the state of a layer with a mixer, whose steps must not be limited."""
+def check_limits(fields: Fields) -> None:
+    """Raise `ModelError` if steps are limited."""
     limits = fields.raw(LIMIT)
     if limits is not None:
         # transformers writes infinity as an object
         free = [[0, math.inf], [0, {"__float__": "Infinity"}]]
         if limits not in free:
             raise fields.error(LIMIT, f"must be from 0 to infinity, not {shown(limits)}")
+
+
+def mixer_state(fields: Fields) -> StateSpec:
+    """Return the state of a layer with a mixer, whose steps must not be limited."""
+    check_limits(fields)
     inner = fields.integer("hidden_size", 1, MAX_WIDTH) * fields.integer("mamba_expand", 1, 64, 2)
     return mamba2.mamba2_state(fields, KEYS, "mamba_conv_bias", inner)
 

@@ -3,10 +3,10 @@ its inputs. Hybrid models have it in place of most attention layers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from kvik.spec.declare import ForwardContext, LayerBuilder
+from kvik.spec.declare import ForwardContext, LayerBuilder, Norm, Role, Scale
 from kvik.spec.fields import MAX_HEADS, MAX_WIDTH, Fields
 from kvik.spec.kv import MAX_TAPS, StateSpec
 from kvik.spec.model import ModelFacts
@@ -15,31 +15,65 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+Normed: TypeAlias = Literal["after", "before", ""]
+
+
 class Mamba2:
-    """A short convolution, then a state space; its output is gated and normalised."""
+    """A short convolution, then a state space; its output is gated and normalised.
+
+    Args:
+        factors: of the inputs of gates, values, keys, queries and steps; (): all 1.
+        normed: how the output is normalised: after the gate, before it, or not at all.
+    """
 
     def __init__(
-        self, spec: ModelFacts, builder: LayerBuilder, layer: int, state: StateSpec
+        self,
+        spec: ModelFacts,
+        builder: LayerBuilder,
+        layer: int,
+        state: StateSpec,
+        factors: Sequence[float] = (),
+        normed: Normed = "after",
     ) -> None:
         hidden, inner = spec.hidden_size, state.values
         self.widths = inner, state.channels, state.value_heads
         self.groups = state.key_heads, inner // state.key_heads  # normalised separately
         self.inputs = builder.linear("in_proj", hidden, sum(self.widths), bias=False, role="qkv")
+        keys = state.key_heads * state.key_dim
+        parts = inner, inner, keys, keys, state.value_heads
+        self.scaled: Scale | None = None
+        if any(factor != 1.0 for factor in factors):
+            self.scaled = builder.scaled_columns([*zip(parts, factors, strict=True)])
         self.conv = builder.causal_conv("conv1d", layer, state, silu=True)
         self.space = builder.recurrence("A_log", "dt_bias", layer, state, skip="D")
         self.gated = builder.gated("silu")
-        self.norm = builder.rms_norm(
-            "norm", inner, spec.norm_eps, before="o", groups=state.key_heads
-        )
+        self.norm: Norm | None = None
+        self.normed_first = normed == "before"
+        if normed:
+            before: Role = "" if spec.layers[layer].beside else "o"  # attention has its own
+            self.norm = builder.rms_norm(
+                "norm", inner, spec.norm_eps, before=before, groups=state.key_heads
+            )
         self.out = builder.linear("out_proj", inner, hidden, bias=False, role="o")
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
     ) -> Tensor:
         """x, residual [tokens, hidden] -> [tokens, hidden]."""
-        gate, mixed, steps = self.inputs(x, ctx).split_with_sizes(self.widths, 1)
-        gated = self.gated(self.space(self.conv(mixed, ctx), steps, ctx), gate)
-        return self.out(self.norm(gated.view(-1, *self.groups)).flatten(1), ctx, residual)
+        inputs = self.inputs(x, ctx)
+        if self.scaled is not None:
+            inputs = self.scaled(inputs)
+        gate, mixed, steps = inputs.split_with_sizes(self.widths, 1)
+        y = self.space(self.conv(mixed, ctx), steps, ctx)
+        if self.normed_first:
+            y = self.gated(self._normalised(y), gate)
+        else:
+            y = self._normalised(self.gated(y, gate))
+        return self.out(y, ctx, residual)
+
+    def _normalised(self, y: Tensor) -> Tensor:
+        """y [tokens, values] -> [tokens, values]."""
+        return y if self.norm is None else self.norm(y.view(-1, *self.groups)).flatten(1)
 
 
 # Names of a family's sizes in `Architecture.keys`, which are those of every recurrent layer. Value

@@ -13,6 +13,7 @@ from kvik.models import (
     deepseek,
     ernie4_5,
     falcon,
+    falcon_h1,
     gemma,
     gemma4,
     glm4,
@@ -45,7 +46,7 @@ FILES = (
     *(llama, qwen3, stablelm, phi, glm4, qwen3_5, mixtral, olmo2, granite, gpt_oss, llama4),
     *(deepseek, lfm2, ernie4_5, nemotron, nemotron_h, qwen_vl, gpt_neox, gemma, gemma4, cohere),
     *(afmoe, apertus, bamba, hunyuan, minicpm, starcoder2, falcon, opt, gpt2, bert, modernbert),
-    *(olmo_hybrid,),
+    *(olmo_hybrid, falcon_h1),
 )
 ARCHITECTURES: Mapping[str, Architecture] = {
     row.name: row for file in FILES for row in vars(file).values() if isinstance(row, Architecture)

@@ -50,6 +50,7 @@ from kvik.nn.layers import (
     PooledHead,
     Recurrence,
     RMSNorm,
+    ScaledColumns,
     ScaledQueries,
     ScaledSum,
     Xielu,
@@ -903,6 +904,16 @@ class Builder(LayerBuilder):
     def gated(self, by: str = "none") -> GatedProduct:
         """Return a layer that multiplies by a function of a gate: `by`, one of `GATES`."""
         return GatedProduct(self.ops, GATES[by])
+
+    def scaled_columns(self, factors: Sequence[tuple[int, float]]) -> ScaledColumns:
+        """Return a layer that multiplies columns by constants.
+
+        Args:
+            factors: runs of columns, as their number and their factor.
+        """
+        counts, values = zip(*factors, strict=True)
+        each = torch.tensor(values).repeat_interleave(torch.tensor(counts))
+        return ScaledColumns(self.ops, each[None].to(self.device))
 
     def causal_conv(
         self,

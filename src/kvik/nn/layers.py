@@ -116,6 +116,18 @@ class ScaledSum:
         return self.ops.add(residual, self.ops.scaled(x, self.factor))
 
 
+@dataclass(frozen=True, slots=True)
+class ScaledColumns:
+    """x times a constant of each column."""
+
+    ops: Ops
+    factors: Tensor  # [1, dim] fp32
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, dim] -> [tokens, dim]."""
+        return self.ops.gated(x, self.factors.expand_as(x), "none")
+
+
 # Attention over the paged cache.
 
 

@@ -136,7 +136,7 @@ def _values(spec: ModelSpec, layer: int) -> tuple[str, Tensor, Tensor] | None:
     linear = next(linear for linear in declared.of_block(layer) if linear.role == role)
     source = _patterns(declared, linear)[-1]
     if state is not None:
-        if state.value_heads:  # a norm is between
+        if state.value_heads:  # a norm or a nonlinear gate is between
             return None
         # the second of three parts: the gate after the convolution
         channels = torch.arange(spec.hidden_size)

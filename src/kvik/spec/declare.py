@@ -319,7 +319,7 @@ RecurrentLayer: TypeAlias = "Callable[[Tensor, Tensor, ForwardContext], Tensor]"
 Sum: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 # x [tokens, dim], gate [tokens, dim or fewer, for equal parts of x] -> x times a function of gate
 Gated: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
-# x [tokens, hidden] -> x times a number
+# x [tokens, dim] -> x times a number, or a number of each column
 Scale: TypeAlias = "Callable[[Tensor], Tensor]"
 
 
@@ -909,6 +909,9 @@ class LayerBuilder:
         return _LISTED
 
     def scaled_sum(self, factor: float) -> Sum:
+        return _LISTED
+
+    def scaled_columns(self, factors: Sequence[tuple[int, float]]) -> Scale:
         return _LISTED
 
     def learned_scale(self, name: str) -> Scale:

@@ -37,6 +37,7 @@ SPARSE_ARCHITECTURES: Mapping[str, str] = {
     "DeepseekV4ForCausalLM": COMPRESSED,
 }
 LINEAR, CONV = "linear_attention", "conv"
+BESIDE = "hybrid"  # attention beside a state
 MLP, EXPERTS = "mlp", "moe"  # of layers without attention or state
 BLOCK_KINDS = "layers_block_type"  # key of models that have such layers, in place of `layer_types`
 # Other names in `layer_types`, in old files.
@@ -99,6 +100,7 @@ class LayerSpec:
         experts: of its feed-forward part; None: a plain MLP.
         latent: latent attention; None: keys and values of heads.
         state: kept per request in place of keys and values; None: the layer has none.
+        beside: the layer has attention beside what keeps the state.
         feeds: it has an MLP or experts alone, neither attention nor a state.
         head_dim, kv_heads: head dimension and number of KV heads; None: the model's.
         kv_from: earlier layer whose keys and values it reads; None: it has its own.
@@ -116,6 +118,7 @@ class LayerSpec:
     experts: ExpertsSpec | None = None
     latent: LatentSpec | None = None
     state: StateSpec | None = None
+    beside: bool = False
     feeds: bool = False
     head_dim: int | None = None
     kv_heads: int | None = None
@@ -129,7 +132,7 @@ class LayerSpec:
 
     @property
     def attends(self) -> bool:
-        return self.state is None and not self.feeds
+        return (self.state is None or self.beside) and not self.feeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +326,9 @@ def check_layer_types(fields: Fields, rules: Sequence[LayerSpec]) -> None:
     """
     for layer, kind in zip(rules, _types(fields), strict=False):
         allowed: tuple[str, ...]
-        if layer.state is not None:
+        if layer.beside:
+            allowed = (BESIDE,)
+        elif layer.state is not None:
             allowed = STATE_TYPES
         elif layer.window is not None and layer.window.chunked:
             allowed = (CHUNKED,)

@@ -57,6 +57,9 @@ class ModelScales:
         attention_cap: a scaled score s becomes cap * tanh(s / cap); None: no cap.
         logits: multiplies the logits.
         logits_cap: likewise for logits.
+        attention_out, state_out: multiply the outputs of attention and of what keeps a state.
+        gate, down: multiply the gate of an MLP before its activation, and the MLP's output.
+        state_in: multiply parts of the inputs of what keeps a state; (): all 1.
     """
 
     embedding: float = 1.0
@@ -65,6 +68,11 @@ class ModelScales:
     attention_cap: float | None = None
     logits: float = 1.0
     logits_cap: float | None = None
+    attention_out: float = 1.0
+    state_out: float = 1.0
+    gate: float = 1.0
+    down: float = 1.0
+    state_in: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
