@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from helpers.gguf_tokenizers import BYTE_LEVEL, byte_level, sentencepiece, texts
+from helpers.model_cases import BESIDE
 from helpers.tiny_families import ALL
 from helpers.tiny_models import tiny_config
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
@@ -245,6 +246,12 @@ def test_mistral_without_a_window_is_a_llama(tmp_path: Path) -> None:
             "DeepseekV3ForCausalLM",
             LATENT | {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}},
             "this kind of yarn",
+        ),
+        ("FalconH1ForCausalLM", BESIDE | {"mamba_rms_norm": True}, "mamba_norm_before_gate:"),
+        (
+            "FalconH1ForCausalLM",
+            BESIDE | {"tie_word_embeddings": True, "lm_head_multiplier": 0.5},
+            "lm_head_multiplier:",
         ),
         ("Lfm2ForCausalLM", {"conv_bias": True, "full_attn_idxs": [1]}, "layer_types:"),
         ("Gemma2ForCausalLM", {"attn_logit_softcapping": None}, "gemma2 files imply"),

@@ -161,6 +161,7 @@ SINGLE = {  # layers of one part
     "n_groups": 2,
     "time_step_min": 1e-30,  # prompts clamp steps to it, decoding does not
 }
+BESIDE = {"mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_state": 16}  # Falcon-H1
 SEPARATE: dict[str, dict[str, Any]] = {
     "GptOss": {
         **HEAD,
@@ -222,6 +223,14 @@ SEPARATE: dict[str, dict[str, Any]] = {
         "n_routed_experts": 6,
         "moe_shared_expert_intermediate_size": 64,
         "routed_scaling_factor": 1.7,
+    },
+    "FalconH1": {**HEAD, **BESIDE},  # files have factors in their weights
+    "FalconH1-norm": {
+        **HEAD,
+        **BESIDE,
+        "mamba_n_groups": 2,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
     },
     "Ministral3": {**HEAD, "rope_parameters": {**YARN, **EVEN, "llama_4_scaling_beta": 2.0}},
     "GPT2": {"n_embd": 64},

@@ -15,6 +15,7 @@ import pytest
 import torch
 from gguf import GGUFReader
 from helpers.gguf_files import dequantize, llama_file
+from helpers.model_cases import H1_FACTORS
 from helpers.optional_native import needs_native
 from helpers.paged_model import PagedModel
 from helpers.tiny_families import ALL, EXPERTS, FAMILIES, GEMMA4, SEPARATE
@@ -30,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from kvik.errors import ModelError
 from kvik.export import plan_export
 from kvik.gguf.export import model_metadata, token_id_metadata
-from kvik.gguf.facts import SCHEMES, stored_quantization
+from kvik.gguf.facts import SCHEMES, gguf_model_spec, stored_quantization
 from kvik.gguf.reader import OutTensor, read_gguf, write_gguf
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.weights import Matrix, MatrixSpec
@@ -166,6 +167,15 @@ def test_the_same_model(tmp_path: Path, family: str, type: str) -> None:
     save_tiny(tmp_path, family, **options)
     expected = logits(multiplied_out(tmp_path, type, family))
     assert torch.equal(logits(export(tmp_path, type)), expected)
+
+
+def test_factors_of_a_model_are_in_the_weights_of_its_file(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "FalconH1", **ALL["FalconH1"], **H1_FACTORS)
+    expected = logits(tmp_path)
+    assert read_model_spec(tmp_path).scales.gate != 1.0
+    file = export(tmp_path, "F32")
+    assert gguf_model_spec(read_gguf(file)).scales.gate == 1.0
+    torch.testing.assert_close(logits(file), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", EXPERTS)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import tiny_models
+from helpers.model_cases import H1_FACTORS
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import save_tiny, tokens
 from torch import Tensor
@@ -112,6 +113,7 @@ CASES: dict[str, dict[str, Any]] = {  # family, and the case in it
     "NemotronH experts": {**HEAD, **SINGLE, "layers_block_type": ["linear_attention", "moe", *LAST]}
     | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     | {"moe_shared_expert_intermediate_size": 64, "routed_scaling_factor": 1.7},
+    "FalconH1": {**HEAD, **H1_FACTORS, "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_state": 16},
     "Ministral3": HEAD
     | {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}
     | {"llama_4_scaling_beta": 2.0},

@@ -32,7 +32,7 @@ from kvik.worker.ranks import Rank
 FAMILIES = (
     *("Llama", "GPT2", "Cohere2", "Qwen3_5", "Lfm2", "Qwen3Moe", "DeepseekV3"),
     *("Gemma4-token-inputs", "Gemma4-key-is-value", "Gemma4-experts", "OPT"),
-    *("GraniteMoeHybrid", "NemotronH", "NemotronH-experts"),
+    *("GraniteMoeHybrid", "NemotronH", "NemotronH-experts", "FalconH1"),
 )
 OPT = {"hidden_size": 64, "word_embed_proj_dim": 16, "ffn_dim": 64}
 

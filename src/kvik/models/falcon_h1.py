@@ -3,9 +3,11 @@ MLP, with a constant factor at nearly every part."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvik.errors import ModelError
 from kvik.models import bamba, mamba2
 from kvik.models.decoder import Decoder, GroupedQueryAttention, feed_forward
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, Sum
@@ -110,6 +112,33 @@ def falcon_h1_scales(fields: Fields) -> ModelScales:
     )
 
 
+def factors_in_files(spec: ModelFacts) -> dict[str, list[tuple[int, float]]]:
+    """Return the factors that GGUF files have in the weights."""
+    scales, state, hidden = spec.scales, spec.states[0], spec.hidden_size
+    assert scales.attention is not None
+    entering = scales.state_in or (1.0,) * 5
+    keys = spec.num_kv_heads * spec.head_dim
+    return {
+        "model.embed_tokens.weight": [(spec.vocab_size, scales.embedding)],
+        "lm_head.weight": [(spec.vocab_size, scales.logits)],
+        "self_attn.k_proj.weight": [(keys, scales.attention * spec.head_dim**0.5)],
+        "self_attn.o_proj.weight": [(hidden, scales.attention_out)],
+        "mamba.in_proj.weight": [*zip(mamba2.input_widths(state), entering, strict=True)],
+        "mamba.out_proj.weight": [(hidden, scales.state_out)],
+        "feed_forward.gate_proj.weight": [(spec.intermediate_size, scales.gate)],
+        "feed_forward.down_proj.weight": [(hidden, scales.down)],
+    }
+
+
+def check_for_files(spec: ModelFacts) -> dict[str, float | Sequence[int]]:
+    """Raise `ModelError` if GGUF files cannot have the model."""
+    if spec.wiring == BEFORE:
+        raise ModelError("mamba_norm_before_gate", "must be false for GGUF")
+    if spec.tie_word_embeddings and spec.scales.logits != spec.scales.embedding:
+        raise ModelError("lm_head_multiplier", "must be embedding_multiplier for GGUF, if tied")
+    return {}
+
+
 FALCON_H1 = Architecture(
     "FalconH1ForCausalLM",
     "falcon_h1",
@@ -127,6 +156,22 @@ FALCON_H1 = Architecture(
     eos_token_ids=(2,),
     keys=bamba.KEYS,
     fixed={**bamba.FIXED, "mlp_bias": False, "projectors_bias": False},
+    gguf="falcon-h1",
+    gguf_names={
+        "output_norm": "model.final_layernorm",
+        "ffn_norm": "pre_ff_layernorm",  # llama.cpp writes the other one
+        "ffn_norm.": "pre_ff_layernorm.weight",
+        **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+        **mamba2.gguf_mamba2("mamba"),
+    },
+    gguf_shapes=partial(mamba2.gguf_mamba2_shapes, scope="mamba"),
+    gguf_factors=factors_in_files,
+    gguf_present={"ssm_norm": "mamba_rms_norm"},
+    gguf_extra=check_for_files,
+    gguf_implied=lambda fields: {
+        "mamba_d_ssm": mamba2.mamba2_state(fields, bamba.KEYS, "mamba_conv_bias").values,
+        "mamba_norm_before_gate": False,
+    },
     defaults={
         "vocab_size": 128_000,
         "hidden_size": 4096,

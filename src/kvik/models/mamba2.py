@@ -39,11 +39,10 @@ class Mamba2:
         self.widths = inner, state.channels, state.value_heads
         self.groups = state.key_heads, inner // state.key_heads  # normalised separately
         self.inputs = builder.linear("in_proj", hidden, sum(self.widths), bias=False, role="qkv")
-        keys = state.key_heads * state.key_dim
-        parts = inner, inner, keys, keys, state.value_heads
         self.scaled: Scale | None = None
         if any(factor != 1.0 for factor in factors):
-            self.scaled = builder.scaled_columns([*zip(parts, factors, strict=True)])
+            runs = zip(input_widths(state), factors, strict=True)
+            self.scaled = builder.scaled_columns([*runs])
         self.conv = builder.causal_conv("conv1d", layer, state, silu=True)
         self.space = builder.recurrence("A_log", "dt_bias", layer, state, skip="D")
         self.gated = builder.gated("silu")
@@ -74,6 +73,12 @@ class Mamba2:
     def _normalised(self, y: Tensor) -> Tensor:
         """y [tokens, values] -> [tokens, values]."""
         return y if self.norm is None else self.norm(y.view(-1, *self.groups)).flatten(1)
+
+
+def input_widths(state: StateSpec) -> tuple[int, ...]:
+    """Return the widths of the inputs: gates, values, keys, queries and steps."""
+    keys = state.key_heads * state.key_dim
+    return state.values, state.values, keys, keys, state.value_heads
 
 
 # Names of a family's sizes in `Architecture.keys`, which are those of every recurrent layer. Value

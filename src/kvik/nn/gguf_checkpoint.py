@@ -81,6 +81,12 @@ def changes(spec: ModelSpec, family: Architecture) -> dict[str, Change]:
     for other in spec.declaration.others:
         if other.logarithm:
             result[other.name] = Change(1, _rates, _logarithms)
+    if family.gguf_factors is not None:
+        for name, runs in family.gguf_factors(spec).items():
+            if any(factor != 1.0 for _, factor in runs):
+                blocks = map(spec.declaration.block.format, range(spec.num_layers))
+                scopes = ("", *blocks)
+                result |= {scope + name: _multiplied(runs) for scope in scopes}
     moved = {} if family.gguf_rows is None else family.gguf_rows(spec)
     for number in range(spec.num_layers):
         for name, order in moved.items():
@@ -116,6 +122,13 @@ def _moved(order: Tensor, change: Change | None) -> Change:
         return Change(len(order), lambda rows: rows[order], lambda rows: rows[back])
     first, last = change.to_file, change.from_file
     return Change(len(order), lambda rows: first(rows[order]), lambda rows: last(rows)[back])
+
+
+def _multiplied(runs: Sequence[tuple[int, float]]) -> Change:
+    """Return a change that multiplies rows; files give no factors to divide by."""
+    counts, values = zip(*runs, strict=True)
+    factors = torch.tensor(values).repeat_interleave(torch.tensor(counts))[:, None]
+    return Change(1, lambda rows: rows.float() * factors, lambda rows: rows)
 
 
 def _by_kind(rows: Tensor, group: tuple[int, ...]) -> Tensor:

@@ -147,6 +147,9 @@ class Architecture:
         gguf_rows: tensors of a block whose rows are in another order in files, with the row of the
             checkpoint at each place.
         gguf_shapes: tensors of a block that have other dimensions in files, with their sizes.
+        gguf_factors: files have these tensors multiplied: by constants of runs of rows, given as
+            their number and the factor; by the names of a block's tensors, and full names of
+            others.
         gguf_by_kind: files have separate keys for heads and positions of layers with a window.
         gguf_characters: `tokenizer.ggml.model` of its tokenizers over characters: "llama", with
             scores, or another one, with merges.
@@ -199,6 +202,7 @@ class Architecture:
     gguf_parts: Callable[[ModelFacts], Mapping[str, tuple[FilePart, ...]]] | None = None
     gguf_rows: Callable[[ModelFacts], Mapping[str, Sequence[int]]] | None = None
     gguf_shapes: Callable[[ModelFacts], Mapping[str, tuple[int, ...]]] | None = None
+    gguf_factors: Callable[[ModelFacts], Mapping[str, Sequence[tuple[int, float]]]] | None = None
     gguf_by_kind: bool = False
     gguf_characters: str = "llama"
     gguf_log_scale: float = 0.0
