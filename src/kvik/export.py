@@ -21,7 +21,7 @@ from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder
 from kvik.nn.checkpoint import Checkpoint
 from kvik.nn.gguf_checkpoint import open_weights
-from kvik.nn.gguf_export import gguf_tensors
+from kvik.nn.gguf_export import gguf_numbers, gguf_tensors
 from kvik.nn.loader import check_weights
 from kvik.nn.lora import merged
 from kvik.spec.kv import group_layers
@@ -94,7 +94,7 @@ def plan_export(path: Path, type: str, adapter: Path | None = None) -> Export:
         checkpoint = merged(checkpoint, adapter, spec)
     tensors = gguf_tensors(checkpoint, spec, type)
     _check(spec, checkpoint)
-    return Export(metadata, tensors)
+    return Export({**metadata, **gguf_numbers(checkpoint, spec)}, tensors)
 
 
 def _check(spec: ModelSpec, checkpoint: Checkpoint) -> None:

@@ -478,6 +478,7 @@ def test_tensors_have_the_names_of_the_public_package(family: str, tmp_path: Pat
     save_tiny(tmp_path, family, **options)
     experts, own = re.compile(r"experts\.(\d+)"), row.gguf_names
     names = list(load_file(tmp_path / "model.safetensors"))
+    names = [name for name in names if not name.endswith(tuple(row.gguf_numbers.values()))]
     assert len(names) > 20
     for name in names:
         usual = experts.sub("experts", name).replace("correction_bias", "correction.bias")

@@ -36,6 +36,7 @@ MORE: dict[str, dict[str, Any]] = {
     "Exaone4": {**HEAD, "num_hidden_layers": 5, "sliding_window": 9},
     "Ernie4_5": HEAD,
     "Nemotron": {**WIDE, "mlp_bias": True},
+    "Apertus": HEAD,
     "Arcee": WIDE,
     "Jais2": WIDE,
     "HunYuanDenseV1": HEAD,

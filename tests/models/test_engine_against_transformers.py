@@ -55,7 +55,7 @@ def test_greedy_tokens_and_log_probabilities_are_equal(
 WIRINGS = (
     *("Phi3", "Glm4", "Cohere2", "Glm4Moe", "DeepseekV3", "Exaone4", "Gemma2", "Gemma3"),
     *("Gemma4-token-inputs", "Gemma4-key-is-value", "Falcon-two-norms", "StableLm", "Ministral3"),
-    *("Qwen3_5", "Lfm2", "Granite", "GraniteMoeHybrid-dense", "NemotronH", "FalconH1"),
+    *("Qwen3_5", "Lfm2", "Granite", "GraniteMoeHybrid-dense", "NemotronH", "FalconH1", "Apertus"),
 )
 # In deep models of random numbers and in sharp attention, eight bits change the answers.
 DULLER: dict[str, dict[str, Any]] = {

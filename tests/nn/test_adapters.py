@@ -72,7 +72,7 @@ def two_adapters(model: Path) -> dict[str, Pairs]:
     "family",
     [
         *("Llama", "Qwen3", "Phi3", "GPT2", "GPTNeoX", "Falcon-two-norms", "Gemma2", "Cohere"),
-        *("DeepseekV3", "Qwen3_5", "Qwen3Moe", "Lfm2", "NemotronH", "FalconH1"),
+        *("DeepseekV3", "Qwen3_5", "Qwen3Moe", "Lfm2", "NemotronH", "FalconH1", "Apertus"),
     ],
 )
 def test_each_request_gets_the_answer_of_its_merged_model(family: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ from kvik.nn import gguf_checkpoint as module
 from kvik.nn import gguf_export
 from kvik.nn.checkpoint import IN_RUNS, WHOLE, Selection, open_checkpoint
 from kvik.nn.gguf_checkpoint import open_gguf
-from kvik.nn.gguf_export import gguf_tensors, quantize
+from kvik.nn.gguf_export import gguf_numbers, gguf_tensors, quantize
 
 CONVOLUTIONS = ("conv.conv.weight", "conv1d.weight")
 
@@ -62,12 +63,14 @@ Tensors = Iterable[OutTensor]
 
 
 def export(
-    folder: Path, type: str, change: Callable[[Tensors], Tensors] = list, **more: int
+    folder: Path, type: str, change: Callable[[Tensors], Tensors] = list, **more: Any
 ) -> Path:
     """Write a file, with `more` metadata and perhaps other tensors."""
     spec, path = read_model_spec(folder), folder / "m.gguf"
     metadata = {**model_metadata(spec, "tiny", type), **token_id_metadata(spec), **more}
-    write_gguf(path, metadata, list(change(gguf_tensors(open_checkpoint(folder), spec, type))))
+    checkpoint = open_checkpoint(folder)
+    metadata = {**gguf_numbers(checkpoint, spec), **metadata}
+    write_gguf(path, metadata, list(change(gguf_tensors(checkpoint, spec, type))))
     return path
 
 
@@ -167,6 +170,12 @@ def test_the_same_model(tmp_path: Path, family: str, type: str) -> None:
     save_tiny(tmp_path, family, **options)
     expected = logits(multiplied_out(tmp_path, type, family))
     assert torch.equal(logits(export(tmp_path, type)), expected)
+
+
+def test_numbers_of_blocks_in_metadata(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Apertus", **ALL["Apertus"])
+    with pytest.raises(ModelError, match=r"xielu\.alpha_p"):
+        open_gguf(export(tmp_path, "F32", **{"xielu.alpha_p": [0.5]}))
 
 
 def test_factors_of_a_model_are_in_the_weights_of_its_file(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from kvik.gguf.export import model_metadata
 from kvik.gguf.reader import write_gguf
 from kvik.models.model_spec import read_model_spec
 from kvik.nn.checkpoint import open_checkpoint
-from kvik.nn.gguf_export import gguf_tensors
+from kvik.nn.gguf_export import gguf_numbers, gguf_tensors
 
 # Sizes that llama.cpp supports: keys and values of delta nets alike, queries with a rank.
 WIDE = {"hidden_size": 64, "intermediate_size": 96}
@@ -74,6 +74,7 @@ CASES: dict[str, dict[str, Any]] = {  # family, and the case in it
     "Qwen3_5Moe": {**HEAD, **NETS, **SHARED},
     "Qwen3Next": {**HEAD, **NETS, **SHARED, "norm_topk_prob": True},
     "Jais2": WIDE,
+    "Apertus": HEAD,
     "HunYuanDenseV1": HEAD,
     "HunYuanMoEV1": {**HEAD, "num_experts": 6, "moe_topk": 2}
     | {
@@ -180,7 +181,9 @@ def test_llama_cpp_has_the_same_logits(case: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, family, **CASES[case])
     spec, path = read_model_spec(tmp_path), tmp_path / "m.gguf"
     metadata = {**model_metadata(spec, "tiny", "F32"), "tokenizer.ggml.model": "none"}
-    write_gguf(path, metadata, gguf_tensors(open_checkpoint(tmp_path), spec, "F32"))
+    checkpoint = open_checkpoint(tmp_path)
+    metadata |= gguf_numbers(checkpoint, spec)
+    write_gguf(path, metadata, gguf_tensors(checkpoint, spec, "F32"))
     ids = tokens(20)
     expected = PagedModel(tmp_path).step({0: ids})[0]
     assert float((by_llama_cpp(path, ids) - expected).abs().max()) < OFF.get(family, 1e-3)

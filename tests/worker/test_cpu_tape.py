@@ -46,7 +46,7 @@ MODELS = (
     *("Llama", "Qwen2", "Phi3", "Glm4", "Falcon-two-norms", WINDOWS, "Cohere2", "Ministral3"),
     *("Gemma2", "Gemma4-token-inputs", "Gemma4-key-is-value", "Gemma4-experts", "Glm4Moe"),
     *("Llama4", "DeepseekV2", "Granite", "GPTNeoX", "Nemotron", "Lfm2", "Qwen3_5", "GPT2"),
-    *("GraniteMoeHybrid", "NemotronH-experts", "FalconH1-norm"),
+    *("GraniteMoeHybrid", "NemotronH-experts", "FalconH1-norm", "Apertus"),
 )
 FORMATS = [
     ("float32", "none"),

@@ -28,6 +28,11 @@ APERTUS = Architecture(
     activations=(XIELU,),
     gated_mlp=False,
     eos_token_ids=(2,),
+    gguf="apertus",
+    gguf_names={"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
+    gguf_numbers={
+        f"xielu.{name}": f"mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")
+    },
     defaults={
         "vocab_size": 131_072,
         "hidden_size": 4096,

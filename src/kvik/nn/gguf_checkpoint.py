@@ -32,6 +32,7 @@ from kvik.nn.checkpoint import (
 from kvik.nn.gguf_blocks import permute_rotary, unpermute_rotary
 from kvik.nn.safetensors import TORCH_DTYPES, TensorEntry
 from kvik.spec.declare import Architecture
+from kvik.spec.fields import MAX_LAYERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +203,13 @@ class GgufCheckpoint:
     Attributes:
         tensors: by their names in checkpoints, in the order of the file.
         changes: conversions between file and checkpoint, by names in checkpoints.
+        numbers: tensors of one number, which the metadata have.
     """
 
     file: GgufFile
     tensors: Mapping[str, GgufTensor]
     changes: Mapping[str, Change]
+    numbers: Mapping[str, float]
 
     @property
     def facts(self) -> str:
@@ -214,14 +217,17 @@ class GgufCheckpoint:
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
-        return {
+        stored = {
             name: TensorEntry(name, _dtype(tensor), _shape(tensor), tensor.start, tensor.size)
             for name, tensor in self.tensors.items()
         }
+        return stored | {name: TensorEntry(name, "F32", (1,), 0, 4) for name in self.numbers}
 
     def runs(self, selections: Mapping[str, Selection]) -> Iterator[TensorRun]:
         """See `Checkpoint`: in the order of the file. Tensors that are not read in runs are read
         whole."""
+        for name in self.numbers.keys() & selections.keys():
+            yield TensorRun(name, 0, torch.tensor([self.numbers[name]]))
         chunks = [
             (name, chunk)
             for name, tensor in self.tensors.items()
@@ -291,7 +297,20 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     for name, tensor in tensors.items():
         if name in made and tensor.shape[0] % made[name].unit:
             raise ModelError(path.name, f"tensor {shown(tensor.name)} {made[name].reason}")
-    return GgufCheckpoint(file, tensors, made)
+    return GgufCheckpoint(file, tensors, made, _numbers(file, spec, family))
+
+
+def _numbers(file: GgufFile, spec: ModelSpec, family: Architecture) -> dict[str, float]:
+    """Return the numbers of blocks in the metadata, by their names in checkpoints."""
+    result: dict[str, float] = {}
+    for key, name in family.gguf_numbers.items():
+        values = file.metadata.number_array(key, MAX_LAYERS)
+        if len(values) != spec.num_layers:
+            reason = f"must have {spec.num_layers} numbers, not {len(values)}"
+            raise file.metadata.error(key, reason)
+        names = (spec.declaration.block.format(i) + name for i in range(spec.num_layers))
+        result |= zip(names, values, strict=True)
+    return result
 
 
 def _stored_shape(

@@ -308,6 +308,18 @@ def gguf_tensors(checkpoint: Checkpoint, spec: ModelSpec, type: str) -> list[Out
     return tensors
 
 
+def gguf_numbers(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, list[float]]:
+    """Return the metadata of a file that are tensors of blocks in a checkpoint."""
+    keys, block = gguf_family(spec).gguf_numbers, spec.declaration.block
+    layers = range(spec.num_layers)
+    places = {block.format(i) + name: (key, i) for key, name in keys.items() for i in layers}
+    values = {key: [0.0] * spec.num_layers for key in keys}
+    for run in checkpoint.runs(dict.fromkeys(places.keys() & checkpoint.entries.keys(), WHOLE)):
+        key, layer = places[run.name]
+        values[key][layer] = float(run.values)
+    return values
+
+
 @dataclass(frozen=True, slots=True)
 class _Source:
     """A tensor of a file, or an expert's part of one.
@@ -366,6 +378,8 @@ def _sources(checkpoint: Checkpoint, spec: ModelSpec) -> Iterator[_Source]:
             continue
         match = in_block.fullmatch(hf)
         layer = match[2] if match else ""
+        if match and f"{layer}.{match[3]}" in family.gguf_numbers.values():
+            continue
         number = re.search(r"\.(\d+)(?=\.|$)", layer)
         expert = int(number[1]) if number else -1
         if match and (file_parts := parts.get(numberless(layer))) is not None:

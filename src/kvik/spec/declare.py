@@ -158,6 +158,8 @@ class Architecture:
         gguf_present: layers of the first block -> keys of config.json that are true if a file has
             that layer.
         gguf_extra: metadata keys that only llama.cpp needs.
+        gguf_numbers: metadata keys of files with a number for each block -> the block's tensor of
+            one number that checkpoints have in its place.
         gguf_scales: the keys of `gguf.facts.SCALES` that files have.
         gguf_implied: computes keys of config.json that files do not have.
     """
@@ -208,6 +210,7 @@ class Architecture:
     gguf_log_scale: float = 0.0
     gguf_present: Mapping[str, str] = field(default_factory=dict)
     gguf_extra: Callable[[ModelFacts], Mapping[str, float | Sequence[int]]] | None = None
+    gguf_numbers: Mapping[str, str] = field(default_factory=dict)
     gguf_scales: tuple[str, ...] = ()
     gguf_implied: Callable[[Fields], Mapping[str, object]] | None = None
 
