@@ -110,10 +110,10 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // bias and skip (or null) fp32 [value_heads]; state [rows, value_heads, key_dim, value_dim] fp32; log [rows, most
 // drafts, columns of x and gates] fp32, or null; y [tokens, value_heads * value_dim]. `Ops.recurrence` has the rules.
 #define KVIK_ARGS_recurrence(P, I, F)                                                    \
-    P(x) I(x_stride) P(gates) I(gates_stride) P(decay) P(bias) P(skip) F(most) P(state)  \
-    I(state_stride) P(log) I(log_stride) P(starts) P(lengths) P(state_rows) P(pending)   \
-    P(drafts) I(num_seqs) I(key_heads) I(value_heads) I(key_dim) I(value_dim) P(y)       \
-    I(y_stride) I(dtype)
+    P(x) I(x_stride) P(gates) I(gates_stride) P(decay) P(bias) P(skip) F(beta_scale)     \
+    P(state) I(state_stride) P(log) I(log_stride) P(starts) P(lengths) P(state_rows)     \
+    P(pending) P(drafts) I(num_seqs) I(key_heads) I(value_heads) I(key_dim) I(value_dim) \
+    P(y) I(y_stride) I(dtype)
 
 // out [rows, row_bytes] = table[ids]; strides in bytes, ids int64.
 #define KVIK_ARGS_gather_rows(P, I, F)                                                   \

@@ -185,7 +185,7 @@ struct HeadColumns {
         } else {
             unit(token.q, q, a.key_dim, scale);
             unit(token.k, k, a.key_dim, 1.0f);
-            token.beta = broadcast(float(a.most) / (1.0f + expf(-sum(load(gates + head, 1)))));
+            token.beta = broadcast(float(a.beta_scale) / (1.0f + expf(-sum(load(gates + head, 1)))));
         }
         v += head * a.value_dim + column;
         token.v0 = load(v, first);

@@ -751,7 +751,7 @@ def _states() -> list[Case]:
         space: bool = False,
         drafted: bool = False,
         long: bool = False,
-        most: float = 1.0,
+        beta_scale: float = 1.0,
     ) -> Case:
         def make(m: Maker) -> Arguments:
             of = (long_sequences if long else sequences)(m, drafted)
@@ -764,7 +764,7 @@ def _states() -> list[Case]:
             decay, bias, *skip = (
                 m.normal(value_heads, dtype=torch.float32) for _ in range(3 if space else 2)
             )
-            heads = StateHeads(decay, bias, key_heads, *skip, most=most)
+            heads = StateHeads(decay, bias, key_heads, *skip, beta_scale=beta_scale)
             wide, gates = m.normal(tokens, channels + 3), m.normal(tokens, columns)
             if long:
                 wide *= 0.5
@@ -778,7 +778,7 @@ def _states() -> list[Case]:
 
         name = f"{key_heads}/{value_heads} of {key_dim}x{value_dim}"
         name += " space" * space + " drafts" * drafted + " long" * long
-        name += " reversing" * (most > 1)
+        name += " reversing" * (beta_scale > 1)
         return Case("recurrence", name, make, run, written=(3, 4), product=True)
 
     def gated(rows: int, dim: int, by: str, gates: int, fp32: bool = False) -> Case:
@@ -802,7 +802,7 @@ def _states() -> list[Case]:
             for space in (False, True)
             for drafted in (False, True)
         ),
-        *(recurrence(2, 4, 24, 40, most=2.0, drafted=drafted) for drafted in (False, True)),
+        *(recurrence(2, 4, 24, 40, beta_scale=2.0, drafted=drafted) for drafted in (False, True)),
         *(gated(1, 1, by, 1) for by in ("none", "silu", "sigmoid")),
         *(gated(7, 133, by, gates) for by in ("none", "silu", "sigmoid") for gates in (1, 7, 133)),
         *(gated(7, 133, "none", gates, fp32=True) for gates in (1, 133)),

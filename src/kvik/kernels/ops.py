@@ -161,14 +161,15 @@ class StateHeads:
         key_heads: each serves value_heads / key_heads consecutive value heads.
         skip: [value_heads] fp32, factor with which values are added to the outputs of a state
             space; None: a gated delta net.
-        most: the largest share of a value that a delta net writes; 2 lets a state change its sign.
+        beta_scale: multiplies the share of a value that a delta net writes; with 2, a token can
+            reverse what the state holds for its key.
     """
 
     decay: Tensor
     bias: Tensor
     key_heads: int
     skip: Tensor | None = None
-    most: float = 1.0
+    beta_scale: float = 1.0
 
 
 def all_rows(matrix: Matrix, first: int, count: int) -> Sequence[tuple[int, int]]:
@@ -246,7 +247,7 @@ class Ops:
         the gated delta rule (Yang et al. 2024). x: queries and keys of all key heads, then values
             of all value heads; q and k are divided by their norms and q by sqrt(key_dim). gates: b,
             then a of all value heads. For each head S = S * exp(-exp(decay) * t); S = S + k
-            (most * sigmoid(b) * (v - S^T k))^T; its output is S^T q
+            (beta_scale * sigmoid(b) * (v - S^T k))^T; its output is S^T q
         or a state space (Mamba-2, Dao and Gu 2024), if `heads` has `skip`. x: values, then keys (B
             in the paper), then queries (C). gates: a of all value heads. For each head S = S *
             exp(-exp(decay) * t); S = S + k (t * v)^T; its output is S^T q + skip * v

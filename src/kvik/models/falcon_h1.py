@@ -90,10 +90,8 @@ def falcon_h1_scales(fields: Fields) -> ModelScales:
             raise fields.error(key, f"must have {count} numbers, not {len(values)}")
         return values
 
-    hidden, heads = (
-        fields.integer(key, 1, most)
-        for key, most in (("hidden_size", MAX_WIDTH), ("num_attention_heads", MAX_HEADS))
-    )
+    hidden = fields.integer("hidden_size", 1, MAX_WIDTH)
+    heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     size = fields.integer("head_dim", 1, MAX_HEAD_DIM, max(1, hidden // heads))
     entering, into_state = factor("attention_in_multiplier"), factor("ssm_in_multiplier")
     if entering != 1.0 and fields.boolean("attention_bias", False):

@@ -41,8 +41,8 @@ class OlmoDeltaNet:
         self.gates = linear(("b_proj", "a_proj"), outputs=gates, role="gates")
         parts = dict(zip(("q_conv1d", "k_conv1d", "v_conv1d"), widths, strict=True))
         self.conv = builder.causal_conv("conv1d", layer, state, silu=True, parts=parts)
-        most = 2.0 if spec.wiring == NEGATIVE else 1.0
-        self.delta = builder.recurrence("A_log", "dt_bias", layer, state, most=most)
+        scale = 2.0 if spec.wiring == NEGATIVE else 1.0
+        self.delta = builder.recurrence("A_log", "dt_bias", layer, state, beta_scale=scale)
         self.norm = builder.rms_norm("o_norm", state.value_dim, NORM_EPS, before="o")
         self.gated = builder.gated("silu")
         self.o = builder.linear("o_proj", values, hidden, bias=False, role="o")
@@ -76,11 +76,11 @@ def olmo_hybrid_layers(fields: Fields, layers: int, positions: int) -> tuple[Lay
     key_heads = fields.integer(KEY_HEADS, 1, MAX_HEADS, heads)
     key_dim = fields.integer(KEY_DIM, 1, MAX_WIDTH, max(1, 3 * hidden // (4 * key_heads)))
     usual = {KEY_HEADS: key_heads, VALUE_HEADS: heads, KEY_DIM: key_dim, VALUE_DIM: 2 * key_dim}
-    given = {key: value for key, value in usual.items() if key not in fields}
+    defaults = {key: value for key, value in usual.items() if key not in fields}
     types = layer_types(fields, layers, min(EVERY, layers), LINEAR)
     has_rope = not fields.inside("rope_parameters").is_null("rope_theta")
     attends = LayerSpec(None, read_rope(fields, positions) if has_rope else None)
-    keeps = LayerSpec(state=delta_state(fields.changed(given)))
+    keeps = LayerSpec(state=delta_state(fields.changed(defaults)))
     return layers_with_states(fields, attends, LINEAR, keeps, types)
 
 

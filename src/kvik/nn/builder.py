@@ -956,20 +956,20 @@ class Builder(LayerBuilder):
         spec: StateSpec,
         *,
         skip: str = "",
-        most: float = 1.0,
+        beta_scale: float = 1.0,
     ) -> Recurrence:
         """Return the gated delta rule or the state space of a layer.
 
         Args:
             decay, bias, skip: names of the learned parameters of the heads; see `StateHeads`.
-            most: see `StateHeads`.
+            beta_scale: see `StateHeads`.
         """
         rates, offsets, *skips = (
             self._tensor(self._name(name), (spec.value_heads,), "bias")
             for name in filter(None, (decay, bias, skip))
         )
         skipped = skips[0] if skips else None
-        heads = StateHeads(rates, offsets, spec.key_heads, skipped, most)
+        heads = StateHeads(rates, offsets, spec.key_heads, skipped, beta_scale)
         return Recurrence(self.ops, heads, self._state_of(layer))
 
     def _state_of(self, layer: int) -> int:

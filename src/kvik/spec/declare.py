@@ -951,7 +951,7 @@ class LayerBuilder:
         spec: StateSpec,
         *,
         skip: str = "",
-        most: float = 1.0,
+        beta_scale: float = 1.0,
     ) -> RecurrentLayer:
         self._other(decay, spec.value_heads, logarithm=True)
         self._other(bias, spec.value_heads)

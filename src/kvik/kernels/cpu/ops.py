@@ -272,7 +272,7 @@ class _Operations:
             decay=heads.decay,
             bias=heads.bias,
             skip=heads.skip,
-            most=heads.most,
+            beta_scale=heads.beta_scale,
             state=state,
             log=log,
             **self._places(sequences),

@@ -115,7 +115,7 @@ def head_inputs(
     q, k = (part.reshape(-1, heads.key_heads, key_dim) for part in (q, k))
     step = F.softplus(a + heads.bias)
     if heads.skip is None:
-        q, k, beta = _unit(q) * key_dim**-0.5, _unit(k), heads.most * torch.sigmoid(b)
+        q, k, beta = _unit(q) * key_dim**-0.5, _unit(k), heads.beta_scale * torch.sigmoid(b)
     else:
         beta = step
     q, k = (part.repeat_interleave(group, 1) for part in (q, k))

@@ -417,7 +417,7 @@ def recurrence(
     places = (sequences.starts, sequences.lengths, sequences.rows)
     drafted = (sequences.pending, sequences.drafts)
     sizes = (heads.key_heads, value_heads, key_dim, value_dim)
-    factors = (key_dim**-0.5, UNIT_EPS, heads.most)
+    factors = (key_dim**-0.5, UNIT_EPS, heads.beta_scale)
     keys = power_of_two(key_dim)
     block, blocks = in_blocks(value_dim, COLUMNS)
     long = LONG if x.dtype == torch.bfloat16 else NEVER
