@@ -28,9 +28,9 @@ BUDGETS = {
         {"msgspec", "typing_extensions"},
         129,
     ),
-    "import kvik.cli.generate as v; v.build_parser()": ({"tokenizers"}, 85),
-    "import kvik.llm": ({"tokenizers"}, 120),
-    "import kvik.engine_process": ({"tokenizers", "msgspec", "typing_extensions"}, 126),
+    "import kvik.cli.generate as v; v.build_parser()": ({"tokenizers"}, 89),
+    "import kvik.llm": ({"tokenizers"}, 124),
+    "import kvik.engine_process": ({"tokenizers", "msgspec", "typing_extensions"}, 130),
     "import kvik.cli.serve as v; v.build_parser()": (
         {
             *("tokenizers", "msgspec", "typing_extensions", "prometheus_client", "starlette"),
@@ -38,11 +38,11 @@ BUDGETS = {
             *("uvloop", "cython_runtime"),
             "watchfiles",  # imported by uvicorn if installed, as with Ray
         },
-        195,
+        199,
     ),
     "from kvik import LLM\nwith LLM() as llm: llm.generate('Once')": (
         {"tokenizers", "numpy", "torch", "torchgen", "tqdm", "typing_extensions"},
-        226,
+        230,
     ),
 }
 SHOW = """

@@ -21,7 +21,7 @@ BUDGETS = {
     "engine": 5600,
     "evaluate": 800,
     "gguf": 2700,
-    "kernels": 10950,
+    "kernels": 11050,
     "kvik_bench": 10050,
     "lang": 670,
     "models": 6850,

@@ -795,7 +795,7 @@ def _states() -> list[Case]:
         convolution(70, 2, True, True, drafted=True),
         recurrence(1, 2, 128, 64, space=True, long=True),
         recurrence(1, 2, 32, 32, drafted=True, long=True),
-        recurrence(1, 1, 128, 40, long=True),
+        recurrence(1, 1, 128, 40, beta_scale=2.0, long=True),
         *(
             recurrence(*sizes, space=space, drafted=drafted)
             for sizes in ((1, 1, 4, 3), (2, 4, 24, 40), (1, 3, 17, 70))

@@ -80,7 +80,7 @@ def test_recurrences_in_chunks(
 
 def test_a_prompt_in_pieces(ops: Ops) -> None:
     """In chunks, then token by token, then in chunks again."""
-    (case,) = (case for case in RECURRENCES if case.name == "1/1 of 128x40 long")
+    (case,) = (case for case in RECURRENCES if case.name == "1/1 of 128x40 long reversing")
     x, gates, heads, state, log, _ = arguments(case, torch.bfloat16, device())
 
     def run(*ends: int) -> tuple[torch.Tensor, torch.Tensor]:
