@@ -312,7 +312,7 @@ def params(siblings: int = 1) -> list[SamplingParams]:
     )
     structured = greedy.with_changes(structured=OBJECT)
     drawn = seeded.with_changes(structured=OBJECT)
-    beams = SamplingParams(num_beams=3, **common)
+    beams = SamplingParams(num_beams=3, **{**common, "max_tokens": 5})  # also begins a block
     return [structured, greedy, greedy, greedy, greedy, greedy, seeded, greedy, drawn, beams]
 
 
@@ -541,7 +541,7 @@ def check_bits(outputs: list[RequestOutput], alone: list[RequestOutput]) -> None
         for completion in output.outputs if sampling.greedy else output.outputs[:1]:
             assert completion.token_ids == right.outputs[0].token_ids, f"prompt {i}"
             assert completion.logprobs == right.outputs[0].logprobs, f"prompt {i}"
-            assert len(completion.logprobs) == NUM_TOKENS
+            assert len(completion.logprobs) == sampling.max_tokens
 
 
 def checked_tokens(

@@ -52,7 +52,10 @@ EVERY = [c for c in [*COLUMNS, *SERVED, ALL_OF_IT] if c.name in NAMES]
 PLAIN = next(column for column in EVERY if column.name == "prefix hits, chunks")
 
 
-@pytest.fixture(scope="module", params=["states", "spaces", "beside"])
+# Layers without a state, which only the second has, are in other matrices.
+@pytest.fixture(
+    scope="module", params=["states", pytest.param("spaces", marks=pytest.mark.nightly), "beside"]
+)
 def model(request, tmp_path_factory) -> dict[str, object]:
     return make_model(request.param, tmp_path_factory.mktemp(request.param))
 
