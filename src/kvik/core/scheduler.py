@@ -919,8 +919,8 @@ class Scheduler:
             logprobs = logprobs[: len(tokens)]
         if reason is not None:
             # The token of a beam is chosen among those of all beams, by their log probabilities.
-            given = [] if request.is_beam else tokens
-            delta = self._finish(request, reason, now, given, logprobs)
+            delivered = [] if request.is_beam else tokens
+            delta = self._finish(request, reason, now, delivered, logprobs)
             delta.complete = complete
             return delta
         proposed = output.num_draft_tokens

@@ -153,10 +153,10 @@ def _check_pooling(config: ResolvedConfig, request: EngineRequest) -> None:
 
 def _check_beams(config: ResolvedConfig, params: SamplingParams) -> None:
     stop_ids = _stop_ids(config, params)
-    most = MAX_LOGPROBS - len(stop_ids)
-    if params.num_beams > most:
+    limit = MAX_LOGPROBS - len(stop_ids)
+    if params.num_beams > limit:
         ends = f"with {len(stop_ids)} tokens that end an output"
-        raise ParamError("num_beams", f"must be at most {most} {ends}, not {params.num_beams}")
+        raise ParamError("num_beams", f"must be at most {limit} {ends}, not {params.num_beams}")
 
 
 def _stop_ids(config: ResolvedConfig, params: SamplingParams) -> frozenset[int]:
