@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -352,6 +353,7 @@ def test_ctrl_c_leaves_a_call_whose_step_hangs(llm, monkeypatch, default_sigint)
     genuine = graph.run
 
     def hanging(batch):
+        time.sleep(0.1)  # the call waits by then
         os.kill(os.getpid(), signal.SIGINT)
         assert left.wait(60)
         return genuine(batch)

@@ -50,8 +50,14 @@ UNUSED = {
 
 def of_models(columns: list[object], *names: str) -> list[object]:
     """Return the models, each with the columns that it supports."""
+    later = {"latent experts": (pytest.mark.full,)}
     return [
-        pytest.param(name, *column.values, marks=column.marks, id=f"{name}-{column.values[0].name}")
+        pytest.param(
+            name,
+            *column.values,
+            marks=(*column.marks, *later.get(name, ())),
+            id=f"{name}-{column.values[0].name}",
+        )
         for name in names
         for column in columns
         if column.values[0].name not in UNUSED.get(name, ())
