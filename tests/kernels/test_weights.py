@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.kernel_cases import INTEGERS
 
 from kvik.kernels.weights import (
+    NUMBERS,
     Weight,
     float_weight,
     fp8_weight,
@@ -138,3 +140,23 @@ def test_rows_are_the_same_rows(weight: Weight) -> None:
     ids = torch.tensor([1, 0, 1])
     assert torch.equal(weight.rows(ids).dequantized(), whole[ids])
     assert torch.equal(weight.rows(slice(1, 9)).dequantized(), whole[1:])
+
+
+@pytest.mark.parametrize(
+    ("codes", "of_codes", "of_integers"), [("nf4", 0.092, 0.0049), ("bnb_fp4", 0.122, 0.0035)]
+)
+def test_integers_of_a_table_change_weights_little(codes, of_codes, of_integers):
+    """Root mean squares of the changes of normal weights in groups of 64, by the codes and then by
+    the integers, relative to that of the weights: the figures of docs/quantisation.md."""
+    weights = torch.randn(4096, 64, generator=torch.Generator().manual_seed(0))
+    scale, integers = INTEGERS[codes]
+    numbers, rounded = torch.tensor(NUMBERS[codes]), torch.tensor(integers) / scale
+    units = weights.abs().amax(1, keepdim=True)
+    nearest = ((weights / units)[..., None] - numbers).abs().argmin(-1)
+    exact = numbers[nearest] * units
+
+    def size(change: torch.Tensor) -> float:
+        return (change.square().mean() / weights.square().mean()).sqrt().item()
+
+    assert size(exact - weights) == pytest.approx(of_codes, rel=0.02)
+    assert size(rounded[nearest] * units - exact) == pytest.approx(of_integers, rel=0.02)

@@ -189,7 +189,6 @@ class BeamSearch:
             max_length=len(tokens) + 1,
             block_ids=[],
             block_hashes=[],
-            rest=[],
         )
 
     def _continue(self, index: int, beam: Beam, parent: Request, *, is_last: bool) -> Request:
@@ -212,8 +211,9 @@ class BeamSearch:
         ranked = []
         for index, top in self._tops.items():
             before = self._before(index)
+            total = 0.0 if before is None else before.logprob
             ranked += [
-                (-(before.logprob if before else 0.0) - logprob, index, rank, token, logprob)
+                (-(total + logprob), index, rank, token, logprob)
                 for rank, (token, logprob) in enumerate(top, 1)
                 if logprob > -inf
             ]
@@ -221,7 +221,7 @@ class BeamSearch:
         for negative, index, rank, token, logprob in sorted(ranked):
             entry = TokenLogprobs(token, logprob, rank, self._tops[index][:shown])
             before = self._before(index)
-            length = 1 + (before.length if before else 0)
+            length = 1 if before is None else before.length + 1
             yield Beam(index, before, entry, -negative, length)
 
     def _before(self, index: int) -> Beam | None:

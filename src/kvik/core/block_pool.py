@@ -246,7 +246,7 @@ class BlockPool:
             self._drop_copy(block)
 
     def discard(self, block: int) -> None:
-        """Withdraw the content of a block that nobody will look up again. If it is free, it is
+        """Withdraw the content of a block that is not needed again. If the block is free, it is
         allocated before all others."""
         self.forget(block)
         if self.ref_counts[block] == 0 and block not in self._pins:

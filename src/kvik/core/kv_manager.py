@@ -227,14 +227,14 @@ class KVCacheManager:
         for group, ids in enumerate(request.block_ids):
             if ids[full] != NULL_BLOCK:
                 self.pool.commit(ids[full], (group, key))
-                request.rest.append(((group, key), ids[full]))
+        request.rest = key
 
     def drop_rest(self, request: Request) -> None:
         """Withdraw what `commit_rest` published: no request will continue it."""
-        for key, block in request.rest:
-            if self.pool.has(block, key):
+        for group in range(len(self.groups) if request.rest else 0):
+            block = self.pool.lookup((group, request.rest))
+            if block is not None:
                 self.pool.discard(block)
-        request.rest = []
 
     def use_pins(self, request: Request, now: float) -> None:
         """Note the use of pinned prefixes that an admitted request shares."""

@@ -450,9 +450,9 @@ class SamplingParams(metaclass=_OtherNames):
     def _check_beams(self) -> None:
         if self.n > self.num_beams:
             raise ParamError("n", f"must be at most num_beams ({self.num_beams}), not {self.n}")
-        if self.stop or self.prompt_logprobs is not None:
-            name = "stop" if self.stop else "prompt_logprobs"
-            raise ParamError(name, "must not be given with num_beams")
+        for name, unset in (("stop", ()), ("prompt_logprobs", None)):
+            if getattr(self, name) != unset:
+                raise ParamError(name, "must not be given with num_beams")
 
     @property
     def greedy(self) -> bool:

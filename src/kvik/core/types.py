@@ -309,8 +309,7 @@ class Request:
     num_kept_tokens: int = 0
     is_beam: bool = False  # the next token of a beam; others may continue it
     takes_block: bool = False  # no other request needs the partly filled block that it continues
-    # Of a beam that has ended: its partly filled last block of each KV group, and the content.
-    rest: list[tuple[tuple[int, bytes], int]] = field(default_factory=list)
+    rest: bytes = b""  # hash of the partly filled last block that an ended beam has published
     first_scheduled: float | None = None
     first_token: float | None = None
     finish_reason: FinishReason | None = None

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from kvik.config.config import ResolvedConfig
-from kvik.core.beams import BeamSearch
+from kvik.core.beams import BeamSearch, num_ranked
 from kvik.core.plan import GraphCounts, ModelRunnerOutput, SchedulerOutput
 from kvik.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from kvik.core.scheduler import Scheduler
@@ -153,7 +153,7 @@ def _check_pooling(config: ResolvedConfig, request: EngineRequest) -> None:
 
 def _check_beams(config: ResolvedConfig, params: SamplingParams) -> None:
     stop_ids = _stop_ids(config, params)
-    limit = MAX_LOGPROBS - len(stop_ids)
+    limit = MAX_LOGPROBS - num_ranked(0, stop_ids)
     if params.num_beams > limit:
         ends = f"with {len(stop_ids)} tokens that end an output"
         raise ParamError("num_beams", f"must be at most {limit} {ends}, not {params.num_beams}")

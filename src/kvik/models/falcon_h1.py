@@ -170,15 +170,5 @@ FALCON_H1 = Architecture(
         "mamba_d_ssm": mamba2.mamba2_state(fields, bamba.KEYS, "mamba_conv_bias").values,
         "mamba_norm_before_gate": False,
     },
-    defaults={
-        "vocab_size": 128_000,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        **bamba.DEFAULTS,
-    },
+    defaults={**bamba.BAMBA.defaults, "max_position_embeddings": 8192},
 )

@@ -70,7 +70,7 @@ class Bnb4Bit:
         return tensors
 
     def _tensor(self, per_entry: int, dtype: torch.dtype, *more: int) -> StoredTensor:
-        """Return a tensor with an entry for so many weights of the flattened matrix."""
+        """Return a tensor with an entry for each `per_entry` weights of the flattened matrix."""
         shared = math.gcd(per_entry, self.shape.inputs)
         axis = OutputAxis(0, per_entry // shared, self.shape.inputs // shared)
         because = f"{self.number} in blocks of {self.block}"
