@@ -37,6 +37,7 @@ pytestmark = [needs_native, pytest.mark.usefixtures("forked")]
 TWO = {"tensor_parallel_size": 2, "threads": 2}
 FOUR = {"tensor_parallel_size": 4, "threads": 4}
 STAGES = {"pipeline_parallel_size": 2, "threads": 2}
+TIGHT_STAGES = {**TIGHT, **STAGES, "max_num_seqs": 4}  # each stage has requests that share a step
 BOTH = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "threads": 4}
 COLUMNS = [
     Column("tp2", TWO),
@@ -67,8 +68,8 @@ COLUMNS += [
     Column("tp2, memory tier", {**TIGHT, **TWO}, rounds=2, must="loads"),
     Column("tp4, disk tier", {**TIGHT, **DISK_TIER, **TWO, **FOUR}, rounds=2, must="loads"),
     Column("tp2, swap, siblings", {**SQUEEZED, **MEMORY_TIER, **TWO}, siblings=2, must="swaps"),
-    Column("pp2, memory tier", {**TIGHT, **STAGES}, rounds=2, must="loads"),
-    Column("pp2, disk tier", {**TIGHT, **DISK_TIER, **STAGES}, rounds=2, must="loads"),
+    Column("pp2, memory tier", TIGHT_STAGES, rounds=2, must="loads"),
+    Column("pp2, disk tier", {**TIGHT_STAGES, **DISK_TIER}, rounds=2, must="loads"),
     Column("pp2, swap, siblings", {**SQUEEZED, **MEMORY_TIER, **STAGES}, siblings=2, must="swaps"),
     Column(
         "tp2 pp2, both tiers, chunks",
