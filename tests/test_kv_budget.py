@@ -22,6 +22,7 @@ from kvik.model_files import model_files
 from kvik.worker import graphs
 
 SPEC = model_files(Path(BUNDLED)).spec()
+DRAFT = str(BUNDLED.parent / "stories-draft")
 LAYERS = SPEC.num_layers
 LONG = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 
@@ -94,8 +95,7 @@ def test_a_fault_in_choosing_tokens_ends_one_request(llm, monkeypatch):
         ({"window": 64}, "window"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
-        ({"spec_method": "ngram"}, "spec_method"),
-        ({"spec_method": "medusa"}, "spec_method"),
+        ({"spec_method": "draft_model", "spec_model": DRAFT}, "spec_method"),
     ],
     ids=str,
 )

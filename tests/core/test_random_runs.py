@@ -64,7 +64,7 @@ def run(
     most = 120 + 60 * depth  # steps of a request of 40 tokens with ten requests ahead of it
     arrived: dict[tuple[str, int], int] = {}
     for step in range(240 if busy else 60):
-        sim.worker.num_drafts = 0 if budgets else rng.choice([0, 0, 2, 5])
+        sim.worker.num_drafts = rng.choice([0, 0, 2, 5])
         if len(sim.scheduler.waiting) < 8 and (busy or rng.random() < 0.4):
             pooling = rng.choice([None, None, None, "mean", "last"])
             found = sim.add(

@@ -499,7 +499,10 @@ class FakeWorker:
             state = extend_state(state, draft)
         else:
             sampled.append(next_token(state))
-        row.num_computed -= len(drafts) + 1 - len(sampled)
+        rejected = len(drafts) + 1 - len(sampled)
+        row.num_computed -= rejected
+        for held in row.held:
+            del held[len(held) - rejected :]
         row.tokens += sampled
         row.drafts = self._propose(row.state(len(row.tokens)))
         return sampled

@@ -9,6 +9,8 @@ from functools import cache, partial
 from pathlib import Path
 
 import pytest
+from helpers.drafted_columns import DRAFTERS, EAGER, METHODS, SPECULATION, check_drafts, with_room
+from helpers.drafters import install
 from helpers.matrix import (
     ALL_OF_IT,
     BITS,
@@ -21,8 +23,11 @@ from helpers.matrix import (
     checked_bits,
     checked_tokens,
     named,
+    params,
+    prompts,
     reference_outputs,
     reference_tokens,
+    run_column,
     tokens_of,
 )
 from helpers.optional_native import needs_native
@@ -53,6 +58,13 @@ def without_hits(column: Column) -> Column:
 
 ALL = [without_hits(c) for c in [*COLUMNS, *SERVED, ALL_OF_IT] if c.name in NAMES]
 SOME = [c for c in ALL if c.name in ("prefix hits, chunks", "preemption, chunks", "siblings")]
+# `with_room` takes two blocks of each group away, which the longest request needs here.
+DRAFTED = [
+    replace(c, config={**c.config, "num_blocks": c.config["num_blocks"] + 2})
+    if c.must == "preemptions"
+    else c
+    for c in SOME
+]
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +81,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object
 @pytest.fixture(scope="module")
 def expected(model) -> list[list[int]]:
     return reference_tokens(model)
+
+
+@pytest.fixture(scope="module")
+def texts(expected) -> list[list[int]]:
+    """Prompts with their answers."""
+    known = prompts(model_files(Path(BUNDLED)).spec().vocab_size)
+    return [[*prompt, *tokens] for prompt, tokens in zip(known, expected, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +108,35 @@ def test_tokens_do_not_depend_on_how_they_are_made(model, expected, column):
 BIT_COLUMNS = [c for c in ALL if c.name in {b.name for b in BITS}]
 CASES = [(c, "bfloat16") for c in BIT_COLUMNS]
 CASES += [(c, name) for c in SOME for name in ("KV in int8", "KV in int4")]
+
+
+@pytest.mark.parametrize("drafter", ["always right", "right now and then", "prompt lookup"])
+@pytest.mark.parametrize("column", by_tier(DRAFTED, fast=DRAFTED[:1]), ids=named)
+def test_tokens_do_not_depend_on_drafts(model, expected, texts, column, drafter, monkeypatch):
+    """No step computes drafts past a cut, as their keys would be dropped with others."""
+    drafted, accepted = check_drafts(model, expected, texts, column, drafter, monkeypatch)
+    assert 0 < accepted <= drafted
+
+
+def test_trees_of_heads_have_no_branches(model, monkeypatch):
+    """Two drafts of one position would share the place of a kept query."""
+    monkeypatch.setattr(resolve, "Budget", Budget)  # cuts are further apart than a tree is large
+    options = {**EAGER, "spec_method": "medusa", **METHODS["medusa"], "spec_tokens": 16}
+    outputs = run_column(ALL[0], params(), model, **options)
+    drafts = [c.speculation.drafts for o in outputs for c in o.outputs if c.speculation]
+    assert 0 < sum(d.drafts for d in drafts) <= 4 * sum(d.rows for d in drafts)
+
+
+@needs_native
+@pytest.mark.full
+@pytest.mark.parametrize("column", DRAFTED, ids=named)
+def test_native_logprobs_have_the_same_bits_with_drafts(model, alone, column, caplog, monkeypatch):
+    outputs = alone("bfloat16")
+    texts = [[*out.prompt_token_ids, *out.outputs[0].token_ids] for out in outputs]
+    install(monkeypatch, DRAFTERS["right now and then"](texts))
+    found = checked_bits(with_room(column), model, "bfloat16", outputs, **SPECULATION)
+    assert not [r for r in caplog.records if "lossy" not in r.getMessage()]  # all were replayed
+    assert sum(output.num_accepted_tokens for output in found) > 0
 
 
 @needs_native

@@ -448,8 +448,6 @@ def check_config(config: EngineConfig) -> EngineConfig:
             if getattr(config, name) != plain:
                 allowed = "left out" if plain is None else plain
                 raise ConfigError(name, f"must be {allowed} with kv_budget")
-        if requested_speculation(config) is not None:
-            raise ConfigError("spec_method", "must be left out with kv_budget")
     if config.num_blocks is not None and config.kv_cache_memory is not None:
         raise ConfigError("kv_cache_memory", "must be left out when num_blocks is given")
     return config

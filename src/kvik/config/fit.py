@@ -36,6 +36,7 @@ from kvik.models.model_spec import ModelSpec
 from kvik.spec.adapters import ADAPTER_RANK, Adapter
 from kvik.spec.experts import MAX_EXPERTS
 from kvik.spec.kv import AUTO, KVGroup
+from kvik.spec.visible_keys import ALL_KEYS
 
 MAX_NUM_SEQS = 256
 CPU_BUDGET, GPU_BUDGET = 2048, 8192  # tokens of a step; larger steps are bound by arithmetic
@@ -540,11 +541,12 @@ def with_adapters(
 def _shared_group(groups: tuple[KVGroup, ...]) -> int:
     """Return the index of the target's KV group without a window."""
     for index, group in enumerate(groups):
-        if not group.visible.slides:
+        if group.visible == ALL_KEYS:
             return index
+    owner = "kv_budget leaves" if any(group.budgeted for group in groups) else "the model has"
     raise ConfigError(
         "spec_method",
-        "must be ngram or suffix: the model has no layers that see every key",
+        f"must be another one than draft_model: {owner} no layers that see every key",
     )
 
 

@@ -361,6 +361,7 @@ class Scheduler:
         for row in drafting:
             request = decoding[row]
             longest = request.max_length - len(request.token_ids) - 1
+            longest = min(longest, request.next_cut - request.num_computed_tokens)
             drafts = min(request.num_draft_tokens, longest, budget)
             plan.num_draft_tokens[row] = drafts  # requested; `_place_drafts` allocates blocks
             budget -= drafts

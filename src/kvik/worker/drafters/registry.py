@@ -119,8 +119,10 @@ def _eagle(parts: DrafterParts) -> Drafter:
 
 
 def _tree(parts: DrafterParts) -> DraftTree:
-    chosen, chain = parts.speculation, bool(parts.config.model.states)
+    chosen, config = parts.speculation, parts.config
     assert chosen.source.heads is not None
+    # Kept queries have one place for each position, as states do.
+    chain = bool(config.model.states) or any(group.budgeted for group in config.cache.groups)
     return tree_of(chosen.source.heads, chosen.num_draft_tokens, chain=chain)
 
 
