@@ -70,6 +70,12 @@ COLUMNS += [
     Column("tp2, swap, siblings", {**SQUEEZED, **MEMORY_TIER, **TWO}, siblings=2, must="swaps"),
     Column("pp2, memory tier", TIGHT_STAGES, rounds=2, must="loads"),
     Column("pp2, disk tier", {**TIGHT_STAGES, **DISK_TIER}, rounds=2, must="loads"),
+    Column(
+        "pp3, disk tier",
+        {**TIGHT_STAGES, **DISK_TIER, "pipeline_parallel_size": 3, "threads": 3, "max_num_seqs": 6},
+        rounds=2,
+        must="loads",
+    ),
     Column("pp2, swap, siblings", {**SQUEEZED, **MEMORY_TIER, **STAGES}, siblings=2, must="swaps"),
     Column(
         "tp2 pp2, both tiers, chunks",
@@ -89,13 +95,13 @@ BY_NAME = {column.name: column for column in COLUMNS}
 # not divide matrices, but one format skips a layer by its number.
 CASES = [("bundled", name, BY_NAME["tp2"]) for name in FORMATS]
 CASES += [("bundled", "KV in int8", BY_NAME["pp2"])]
-ELSEWHERE = ("tp2", "tp2, whole experts")
+ELSEWHERE = ("tp2", "tp2, whole experts", "pp3, disk tier")
 CASES += [("bundled", "int8", column) for column in COLUMNS if column.name not in ELSEWHERE]
 FAST = [("int8", BY_NAME[name]) for name in ("pp2, hits, chunks", "tp2, memory tier")]
 CASES += [("capped", "bfloat16", BY_NAME[name]) for name in ("tp2", "tp4", "tp2 pp2")]
 CASES += [(name, "int4", BY_NAME["tp2"]) for name in ("windowed", "chunked", "latent")]
 CASES += [("windowed", "bfloat16", BY_NAME["tp4, disk tier"])]
-CASES += [("capped", "bfloat16", BY_NAME["pp2, disk tier"])]
+CASES += [("capped", "bfloat16", BY_NAME["pp3, disk tier"])]  # a stage has no layer of a group
 CASES += [("adapted windowed", "bfloat16", BY_NAME["tp2"])]
 CASES += [("adapted capped", "bfloat16", BY_NAME["tp2 pp2, preemption, chunks"])]
 CASES += [(name, "int4", BY_NAME["pp2"]) for name in ("chunked", "latent")]

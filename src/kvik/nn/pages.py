@@ -188,6 +188,8 @@ class HostPages:
         self, blocks: Sequence[int], pages: np.ndarray, rows: Sequence[int], *, load: bool
     ) -> None:
         """Copy in one native call, which releases the GIL: parts of blocks are ranges of bytes."""
+        if not self._parts:  # a stage may have no layer of the group
+            return
         native = _native()
         assert native is not None and self._table is not None
         block_ids, to = np.array(blocks, np.int64), np.array(rows, np.int64)
