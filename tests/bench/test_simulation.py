@@ -20,7 +20,7 @@ from kvik.core.scheduler import SchedulerCounters
 from kvik.core.types import EngineRequest
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import EngineLoop, LoopObserver
-from kvik.errors import ConfigError, KvikError
+from kvik.errors import CapacityError, ConfigError, KvikError
 from kvik.launch import load_worker, resolve_config
 from kvik.planner.plan import Question
 from kvik.planner.roofline import PlannedStep
@@ -261,7 +261,8 @@ def test_caches_keep_only_the_windows_of_layers(capsys: pytest.CaptureFixture[st
 
 
 def test_states_are_kept_for_a_few_requests(tmp_path: Path):
-    """A prefix is only hit where a copy of the states is, of which each request has two."""
+    """A prefix is only hit where a copy of the states is, of which each request has two. A tier
+    keeps more of them."""
     (tmp_path / "config.json").write_text(json.dumps(PUBLIC["LFM2-1.2B"]))
     asked = Question(str(tmp_path / "config.json"), "h100")
     traffic = Traffic(requests=60, rate=5.0, systems=1)
@@ -270,8 +271,11 @@ def test_states_are_kept_for_a_few_requests(tmp_path: Path):
         for seqs in (1, 64)
     )
     assert few.hit_tokens < 0.7 * many.hit_tokens
-    with pytest.raises(ConfigError, match="kv_tiers"):
-        verb.simulated(asked, verb.Replicas(kv_tiers="memory:1GiB"))
+    tiers = verb.Replicas(max_num_seqs=1, kv_tiers="memory:4GiB")
+    kept = simulate(traffic, verb.simulated(asked, tiers), 1)
+    assert kept.hit_tokens > 1.2 * few.hit_tokens
+    with pytest.raises(CapacityError, match="kv_tiers"):
+        verb.simulated(asked, verb.Replicas(kv_tiers="memory:100KiB"))
 
 
 def test_a_trace_gives_the_times_and_lengths_of_requests(tmp_path: Path):

@@ -88,6 +88,17 @@ def test_states_have_room_for_drafts() -> None:
     assert drafting.memory.kv_cache - plain.memory.kv_cache == 12 * each
 
 
+def test_a_tier_has_room_for_a_state_in_pages_as_large_as_those_of_blocks() -> None:
+    pc = replace(PC, memory_limit=64 * GIB)
+    tiers = plan(STATES, pc, kv_tiers="memory:1GiB").cache.tiers
+    assert tiers is not None
+    block, state = tiers.page_bytes
+    assert state <= block and tiers.memory == GIB // block
+    assert 0 <= tiers.state_pages * (state - 72) - STATES.state_bytes < tiers.state_pages
+    with pytest.raises(CapacityError, match="^kv_tiers: .* for each state"):
+        plan(STATES, pc, kv_tiers="memory:50MiB")
+
+
 def test_states_of_a_draft_model_are_planned() -> None:
     pc, draft = replace(PC, memory_limit=64 * GIB), replace(STATES, vocab_size=SMALL.vocab_size)
     options = {"max_num_seqs": 4, "num_blocks": 4096, "spec_method": "draft_model"}
@@ -459,7 +470,6 @@ OMIT = "must be left out: .*"
             {"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": (3, 4)},
             "kv_cache_dtype_skip_layers: must name layers with attention, not 4",
         ),
-        (STATES, PC, TIER, f"kv_tiers: {OMIT}keeps states"),
         (
             *(SMALL, TWO_GPUS),
             {"device": "cuda", "tensor_parallel_size": 2, **TIER},

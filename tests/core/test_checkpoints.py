@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from helpers.simulation import Setup, Simulation
 from helpers.windows import Seen, chunks
@@ -125,4 +127,84 @@ def test_a_copy_after_a_failed_step_is_dropped() -> None:
     assert sim.planned().state_copies
     sim.drain()
     for hit in (0, 8):  # the second continues from the copy of the first
+        assert served(sim, PROMPT).num_cached_tokens == hit
+
+
+# Tiers.
+
+TIERS = Setup(checkpoints=3, num_blocks=64, tiers=(60, 0))
+
+
+@pytest.mark.parametrize("turn", [False, True])
+@pytest.mark.parametrize("tiers", [(60, 0), (0, 60)])
+def test_only_the_state_is_loaded_if_the_blocks_are_cached(
+    tiers: tuple[int, int], turn: bool
+) -> None:
+    sim = Simulation(replace(TIERS, tiers=tiers))
+    first = served(sim, PROMPT, 7)
+    sim.drain()
+    sim.scheduler.kv.checkpoints.clear()
+    text = [*first.token_ids, 8, 8] if turn else PROMPT
+    assert served(sim, text).num_cached_tokens == (16 if turn else 8)
+    (tier,) = sim.scheduler.moves.index.tiers.values()
+    assert tier.counters.loaded == 3  # the pages of the state
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_a_state_with_a_missing_page_is_deleted_and_computed(part: int) -> None:
+    sim = Simulation(TIERS)
+    served(sim, PROMPT, 1)
+    for fails in (True, False):
+        sim.scheduler.kv.checkpoints.clear()
+        if fails:
+            sim.worker.tiers.fail("load", part)
+        assert served(sim, PROMPT, 1).num_cached_tokens == (0 if fails else 8)
+    states = [key for key in sim.scheduler.moves.index.tiers["memory"].pages if key[0]]
+    assert len(states) == 3
+
+
+def test_a_state_is_made_where_blocks_in_a_tier_end() -> None:
+    """The cache has lost the blocks that prompts share, and the tier has no state there."""
+    sim = Simulation(TIERS)
+    for last, hit in ((7, 0), (6, 0), (5, 8)):
+        assert served(sim, [*PROMPT[:8], *[last] * 6], 1).num_cached_tokens == hit
+        sim.scheduler.kv.reset()
+
+
+def test_the_states_of_running_answers_are_not_stored() -> None:
+    sim = Simulation(TIERS)
+    (request,) = sim.add(PROMPT, 30, stop_ids=frozenset())
+    for _ in range(26):
+        sim.step()
+    states = [key for key in sim.worker.tiers.peer if key[0]]
+    assert not request.finished and len(states) == 3  # of the prompt
+    sim.drain()
+    assert len([key for key in sim.worker.tiers.peer if key[0]]) == 6
+
+
+@pytest.mark.parametrize("tokens", [10, 12])
+def test_a_lent_prompt_has_its_state(tokens: int) -> None:
+    setup = replace(TIERS, peers=True)
+    sim, target = Simulation(setup), Simulation(replace(setup, tiers=(0, 0)))
+    prompt = (PROMPT * 2)[:tokens]
+    served(sim, [1], 1)  # the address is known then
+    (request,) = sim.add(prompt, 1, lends=True)
+    sim.drain()
+    (source,) = [delta.page_source for delta in sim.ended.values() if delta.page_source]
+    assert request.finished and source.num_tokens == 8
+    target.worker.tiers.peer = sim.worker.tiers.peer
+    (other,) = target.add(prompt, 3, source=source)
+    target.drain()
+    assert other.num_cached_tokens == 8
+
+
+def test_states_of_a_failed_step_leave_the_tiers() -> None:
+    sim = Simulation(replace(TIERS, depth=2))
+    sim.add(PROMPT)
+    sim.step()
+    sim.step_fails = True
+    sim.step()
+    sim.drain()
+    assert not [key for key in sim.scheduler.moves.index.tiers["memory"].pages if key[0]]
+    for hit in (0, 8):
         assert served(sim, PROMPT).num_cached_tokens == hit

@@ -33,9 +33,17 @@ def served(setup: Setup = SETUP) -> Simulation:
     return sim
 
 
+STATES = [None, 4]  # checkpoints, if layers keep states
+
+
+@pytest.mark.parametrize("checkpoints", STATES)
 @pytest.mark.parametrize("tiers", [(64, 0), (0, 64), (4, 64)])
-def test_a_prefix_that_left_the_cache_is_loaded(tiers: tuple[int, int]) -> None:
-    sim = served(replace(SETUP, tiers=tiers))
+def test_a_prefix_that_left_the_cache_is_loaded(
+    tiers: tuple[int, int], checkpoints: int | None
+) -> None:
+    sim = served(replace(SETUP, tiers=tiers, checkpoints=checkpoints))
+    if checkpoints is not None:
+        sim.scheduler.kv.checkpoints.clear()
     (request,) = sim.add(PROMPT, 3)
     sim.drain()
     assert request.num_cached_tokens == 32
@@ -109,13 +117,19 @@ def test_a_slow_load_is_abandoned_and_its_blocks_stay() -> None:
     assert request.finished and other.finished
 
 
+@pytest.mark.parametrize("checkpoints", STATES)
 @pytest.mark.parametrize("steps", [1, 2, 4, 7])
 @pytest.mark.parametrize("failing", [None, 0, 5, 8])
-def test_a_request_handed_over_repeats_no_work(steps: int, failing: int | None) -> None:
-    sim = Simulation(replace(SETUP, num_blocks=24, peers=True))
-    target = Simulation(replace(SETUP, num_blocks=24, peers=True, tiers=(0, 0)))
+def test_a_request_handed_over_repeats_no_work(
+    steps: int, failing: int | None, checkpoints: int | None
+) -> None:
+    setup = replace(SETUP, num_blocks=24, peers=True, checkpoints=checkpoints)
+    sim, target = Simulation(setup), Simulation(replace(setup, tiers=(0, 0)))
     (request,) = sim.add(PROMPT, 12, stop_ids=frozenset())
-    for _ in range(steps):
+    sim.step()
+    if checkpoints is not None:  # no step passes the end of the prompt's blocks
+        sim.step()
+    for _ in range(steps - 1):
         sim.step()
     other = sim.hand_over(request, target)
     tokens = other.source.num_tokens
@@ -125,7 +139,9 @@ def test_a_request_handed_over_repeats_no_work(steps: int, failing: int | None) 
     if failing is not None:
         target.worker.tiers.fail("load", failing)
     target.drain()
-    again = 0 if failing is None else tokens - min(4 * failing, tokens // 4 * 4)
+    again = 0
+    if failing is not None:  # a state fits only the place where it was
+        again = tokens - min(4 * failing, tokens // 4 * 4) * (checkpoints is None)
     assert target.scheduler.counters.scheduled_tokens == 12 - steps + again
     assert other.num_output_tokens == 12
 
@@ -162,8 +178,9 @@ def test_loading_must_be_faster_by_a_tenth(tokens: int, loads: bool) -> None:
     assert index.is_faster(Counter({MEMORY: 100}), tokens, 100.0) is loads
 
 
-def test_a_preempted_request_resumes_from_its_partial_last_block() -> None:
-    sim = Simulation(replace(SETUP, num_blocks=8, tiers=(64, 0)))
+@pytest.mark.parametrize("checkpoints", STATES)
+def test_a_preempted_request_resumes_from_its_partial_last_block(checkpoints: int | None) -> None:
+    sim = Simulation(replace(SETUP, num_blocks=8, tiers=(64, 0), checkpoints=checkpoints))
     first, second = (
         sim.add([i, 1, 2, 0, 1, 0, 0][: 7 - 2 * i], 20, stop_ids=frozenset())[0] for i in (0, 1)
     )
@@ -278,6 +295,7 @@ def run(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
         depth=rng.choice([1, 2]),
         tiers=rng.choice([(40, 0), (0, 100), (8, 30)]),
         max_model_len=40,
+        checkpoints=rng.choice([None, None, 5]),
     )
     while not Simulation(setup).fits(24):
         setup = replace(setup, num_blocks=setup.num_blocks + 6)

@@ -30,12 +30,23 @@ BUDGETS: list[tuple[Seen, ...]] = [
     (Budget(3, 1, 2, 4),),
     (Budget(9, 2, 4, 3), Budget(12, 2, 4, 3)),
 ]
-KINDS = [*((windows, None) for windows in WINDOWS + BUDGETS), ((None, 5), 6)]
+# KV groups, number of checkpoints of states, sizes of tiers.
+KINDS: list[tuple[tuple[Seen, ...], int | None, tuple[int, int]]] = [
+    *((windows, None, (0, 0)) for windows in WINDOWS + BUDGETS),
+    ((None, 5), 6, (0, 0)),
+    ((None,), 6, (60, 0)),
+    ((None, 5), 4, (30, 200)),
+]
 LONGEST = 40
 
 
 def run(
-    seed: int, policy: str, windows: tuple[Seen, ...], depth: int, checkpoints: int | None
+    seed: int,
+    policy: str,
+    windows: tuple[Seen, ...],
+    depth: int,
+    checkpoints: int | None,
+    tiers: tuple[int, int],
 ) -> Simulation:
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4, 8])
@@ -57,6 +68,7 @@ def run(
         lookahead=0 if budgets else seed % 3 * 4,
         checkpoints=checkpoints,
         pinned_share=rng.choice([0.4, 1.0]),
+        tiers=tiers,
     )
     sim = Simulation(setup)
     tenants = ["", "a", "b", "c"][: seed % 4 + 1]
@@ -87,13 +99,18 @@ def run(
         if rng.random() < 0.02:
             sim.step_fails = True
         if rng.random() < 0.01:
-            sim.scheduler.kv.reset()
+            sim.scheduler.reset_cache()
+        if sim.worker.tiers is not None and rng.random() < 0.1:
+            sim.worker.tiers.at_once = rng.random() < 0.5
+            sim.worker.tiers.fail(rng.choice(("load", "gone", "lost")), rng.randint(0, 9))
         sim.step()
         sim.now += 0.1
         for key in sim.ended:
             arrived.pop(key, None)
         assert step - min(arrived.values(), default=step) <= most, "a request starves"
     sim.failing_row, sim.step_fails = None, False
+    if sim.worker.tiers is not None:
+        sim.worker.tiers.at_once = True
     left = [r for r in sim.requests.values() if not r.finished]
     sim.drain(max_steps=20 + 2 * sum(r.max_length for r in left))
     sim.outlive_pins()
@@ -104,17 +121,18 @@ def run(
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_request_gets_its_own_tokens(policy: str, depth: int) -> None:
     reasons: set[FinishReason | None] = set()
-    preemptions = hits = pinned = vectors = 0
+    preemptions = hits = pinned = vectors = loaded = 0
     first = 25 * (depth + 3 * POLICIES.index(policy))  # each run has a seed of its own
-    for seed, (windows, checkpoints) in enumerate(KINDS * runs(2), first):
-        sim = run(seed, policy, windows, depth, checkpoints)
+    for seed, (windows, checkpoints, tiers) in enumerate(KINDS * runs(2), first):
+        sim = run(seed, policy, windows, depth, checkpoints, tiers)
         ended = sim.ended.values()
         reasons |= {delta.finish_reason for delta in ended}
         preemptions += sim.scheduler.counters.preemptions
         hits += sim.scheduler.counters.prefix_hits
         pinned += sum(d.report.num_pinned_tokens for d in ended if d.report is not None)
         vectors += sum(d.embedding is not None for d in ended)
+        loaded += sim.scheduler.moves.counters.loaded_tokens if sim.scheduler.moves else 0
     # The runs cover what they should; there is no other engine for moves.
     assert reasons == set(FinishReason) - {FinishReason.MOVED}
-    assert hits and pinned and vectors
+    assert hits and pinned and vectors and loaded
     assert preemptions or policy in ("static", "dynamic")

@@ -82,8 +82,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             checkpoints=checkpoints,
             pinned_share=pinned[0],
             tenant_pinned_share=pinned[1],
-            tiers=tiers if caching and checkpoints is None else (0, 0),
-            peers=peers and caching and checkpoints is None,
+            tiers=tiers if caching else (0, 0),
+            peers=peers and caching,
         )
         # Just enough for the longest request, so that two compete for blocks.
         needed = Simulation(setup).scheduler.kv.config.max_blocks(LONGEST, budget)

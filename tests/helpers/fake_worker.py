@@ -161,12 +161,24 @@ class Row:
         return self.states[count - 1] if count else start_state(self.salt)
 
 
+State = dict[int, int]  # identities by number of tokens: what a state covers, then each draft
+Page = list[Cell | None] | tuple[int, State]  # content of a block, or a part of a state
+
+
 class FakeTiers:
     """Stores pages as plans demand, with injected failures."""
 
-    def __init__(self, memory: int) -> None:
-        self.memory: list[tuple[PageKey, list[Cell | None]] | None] = [None] * memory
-        self.disk: dict[PageKey, list[Cell | None]] = {}
+    def __init__(
+        self,
+        cache: CacheConfig,
+        cells: list[list[Cell | None]],
+        pool: dict[int, State],
+    ) -> None:
+        assert cache.tiers is not None
+        self.cells, self.pool = cells, pool
+        self.groups, self.parts = len(cache.groups), cache.tiers.state_pages
+        self.memory: list[tuple[PageKey, Page] | None] = [None] * cache.tiers.memory
+        self.disk: dict[PageKey, Page] = {}
         self.under_way: list[PageLoad] = []
         self.at_once = True  # loads end in the step that begins them
         self._seen: set[int] = set()
@@ -174,16 +186,21 @@ class FakeTiers:
         self._num_loads = 0
         self._moved = Moved(scanned=True, address=("peer", 1))
         self._off = False
-        self.peer: dict[PageKey, list[Cell | None]] = {}  # all that was ever stored
-        self.leases: dict[str, list[tuple[int, tuple[PageKey, list[Cell | None]] | None]]] = {}
+        self.peer: dict[PageKey, Page] = {}  # all that was ever stored
+        self.leases: dict[str, list[tuple[int, tuple[PageKey, Page] | None]]] = {}
 
-    def begin(self, plan: SchedulerOutput, cells: list[list[Cell | None]]) -> None:
+    def begin(self, plan: SchedulerOutput) -> None:
         for key in plan.drops:
             self.disk.pop(key, None)
         for name in plan.ended_leases:
             self.leases.pop(name, None)
         for store in plan.stores:
-            content = cells[store.block][:]
+            content: Page
+            if store.key[0] < self.groups:
+                content = self.cells[store.block][:]
+            else:
+                row, part = divmod(store.block, self.parts)
+                content = part, self.pool.get(row, {})
             self.peer[store.key] = content
             if store.place >= 0:
                 self.memory[store.place] = (store.key, content)
@@ -206,15 +223,19 @@ class FakeTiers:
             if load.ticket not in self._seen:
                 self._seen.add(load.ticket)
                 self.under_way.append(load)
-                for _, block, _ in load.pages:
-                    cells[block] = [None] * len(cells[block])
+                for key, block, _ in load.pages:
+                    if key[0] < self.groups:
+                        self.cells[block] = [None] * len(self.cells[block])
+                    else:
+                        self.pool[block // self.parts] = {}
 
-    def end(self, cells: list[list[Cell | None]], *, wait: bool) -> Moved | None:
+    def end(self, *, wait: bool) -> Moved | None:
         """Finish completed moves; at least one load if the step waits for it."""
         count = len(self.under_way) if self.at_once else int(wait)
         done, self.under_way = self.under_way[:count], self.under_way[count:]
         for load in done:
             failed = []
+            states: dict[int, State] = {}  # by index of the page
             for i, (key, block, place) in enumerate(load.pages):
                 content = (self.peer if place == AT_PEER else self.disk).get(key)
                 assert (place == AT_PEER) <= (load.source is not None)
@@ -226,8 +247,17 @@ class FakeTiers:
                 self._num_loads += 1
                 if content is None or self._num_loads in self._bad:
                     failed.append(i)
+                elif key[0] < self.groups:
+                    self.cells[block] = content[:]
+                elif content[0] != block % self.parts:
+                    raise ContentError(f"part {content[0]} of a state is loaded as {block}")
                 else:
-                    cells[block] = content[:]
+                    states[i] = content[1]
+            if any(state != states[min(states)] for state in states.values()):
+                failed = sorted({*failed, *states})  # they are of several copies
+            elif states and len(states) == self.parts:
+                (row,) = {load.pages[i][1] // self.parts for i in states}
+                self.pool[row] = states[min(states)]
             self._moved.loaded.append((load.ticket, failed))
             self._moved.rates.append(("memory", 100 * len(load.pages), 0.001))
         moved, self._moved = self._moved, Moved()
@@ -270,17 +300,16 @@ class FakeWorker:
         self.rows: dict[int, Row] = {}
         self.salt_of = salt_of
         self.stateful = cache.checkpoints is not None
-        # Row -> identities of its state by number of tokens: what it covers, then each draft.
-        self.pool: dict[int, dict[int, int]] = {}
+        self.pool: dict[int, State] = {}  # by row
         self.num_drafts = 0  # proposed after each step
-        self.tiers = None if cache.tiers is None else FakeTiers(cache.tiers.memory)
+        self.tiers = None if cache.tiers is None else FakeTiers(cache, self.cells, self.pool)
 
     def move(self, plan: SchedulerOutput, *, fails: bool) -> ModelRunnerOutput | None:
         """Run a step without rows; None if it fails, before or after its moves begin."""
         if fails:
             return None
-        self.tiers.begin(plan, self.cells)
-        moved = self.tiers.end(self.cells, wait=True)
+        self.tiers.begin(plan)
+        moved = self.tiers.end(wait=True)
         return ModelRunnerOutput(plan.step, [], moved=moved)
 
     def execute(
@@ -288,7 +317,7 @@ class FakeWorker:
     ) -> ModelRunnerOutput | None:
         """Run a step; None if it fails as a whole."""
         if self.tiers is not None and not (fails and plan.step % 2):  # moves may have begun
-            self.tiers.begin(plan, self.cells)
+            self.tiers.begin(plan)
         self._apply(plan)
         if fails:
             for slot in plan.slots:
@@ -320,7 +349,7 @@ class FakeWorker:
             prompt_logprobs=self._score(plan, states),
             embeddings=self._embed(plan, states),
             errors=errors,
-            moved=None if self.tiers is None else self.tiers.end(self.cells, wait=False),
+            moved=None if self.tiers is None else self.tiers.end(wait=False),
         )
 
     def _apply(self, plan: SchedulerOutput) -> None:

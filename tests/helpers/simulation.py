@@ -24,6 +24,8 @@ from kvik.core.types import FinishReason, PageSource, Pin, Request, RequestDelta
 from kvik.spec.kv import KVCacheSpec, group_layers
 from kvik.spec.visible_keys import Budget
 
+STATE_PAGES = 3  # that hold the states of a request in a tier
+
 
 def kv_spec(window: Seen = None, readers: int = 1) -> KVCacheSpec:
     budget = window if isinstance(window, Budget) else None
@@ -77,7 +79,9 @@ class Setup:
     def _tier_sizes(self, groups: int) -> TierSizes | None:
         memory, disk = self.tiers
         lends = self.peers and memory > 0
-        sizes = TierSizes((PAGE,) * groups, memory, disk * PAGE, peers=self.peers, lends=lends)
+        parts = 0 if self.checkpoints is None else STATE_PAGES
+        pages = (PAGE,) * (groups + bool(parts))
+        sizes = TierSizes(pages, memory, disk * PAGE, self.peers, lends, state_pages=parts)
         return sizes if memory or disk or self.peers else None
 
     @property

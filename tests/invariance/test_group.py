@@ -102,6 +102,8 @@ CASES += [("capped", "bfloat16", BY_NAME[name]) for name in ("tp2", "tp4", "tp2 
 CASES += [(name, "int4", BY_NAME["tp2"]) for name in ("windowed", "chunked", "latent")]
 CASES += [("windowed", "bfloat16", BY_NAME["tp4, disk tier"])]
 CASES += [("capped", "bfloat16", BY_NAME["pp3, disk tier"])]  # a stage has no layer of a group
+STATEFUL = ("tp2, memory tier", "tp2, swap, siblings", "tp2 pp2, both tiers, chunks")
+CASES += [("states", "bfloat16", BY_NAME[name]) for name in (*STATEFUL, "pp2, disk tier")]
 CASES += [("adapted windowed", "bfloat16", BY_NAME["tp2"])]
 CASES += [("adapted capped", "bfloat16", BY_NAME["tp2 pp2, preemption, chunks"])]
 CASES += [(name, "int4", BY_NAME["pp2"]) for name in ("chunked", "latent")]
@@ -214,7 +216,7 @@ PROCESSES = ({}, TWO, {"tensor_parallel_size": 3, "threads": 3}, STAGES, BOTH, {
 
 @pytest.mark.full
 @pytest.mark.usefixtures("loads_always")
-@pytest.mark.parametrize("name", ["bundled", "capped", "latent"])
+@pytest.mark.parametrize("name", ["bundled", "capped", "latent", "states", "beside"])
 @pytest.mark.parametrize("format", ["auto", "int8"])
 def test_pages_are_alike_for_all_numbers_of_processes(name, format, tmp_path) -> None:
     """Engines with other numbers of processes load the pages of the first one, also where several

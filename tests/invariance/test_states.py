@@ -1,6 +1,6 @@
 """The matrix for layers with a state: a prefix hit continues from a copy of a state, and so does a
-preempted request. Drafts are in no state until they are accepted. Log probabilities are the same to
-the bit."""
+preempted request. Tiers and other engines keep copies too. Drafts are in no state until they are
+accepted. Log probabilities are the same to the bit."""
 
 from __future__ import annotations
 
@@ -47,6 +47,8 @@ NAMES = (
     *("preemption, chunks", "blocks of 8", "two threads", "siblings", "siblings, preemption"),
     *("three steps in flight, siblings", "two steps in flight, preemption, chunks"),
     *("wire, preemption", "pins", ALL_OF_IT.name),
+    *("memory tier, chunks, two steps in flight", "memory and disk tiers, chunks, siblings"),
+    *("swap", "swap to the disk", "roles", "moved"),
 )
 EVERY = [c for c in [*COLUMNS, *SERVED, ALL_OF_IT] if c.name in NAMES]
 PLAIN = next(column for column in EVERY if column.name == "prefix hits, chunks")

@@ -61,7 +61,7 @@ from kvik.core.config import CacheConfig, SchedulerConfig, TierSizes
 from kvik.errors import CapacityError, ConfigError
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.adapters import Adapter
-from kvik.spec.kv import AUTO, PAGE_HEAD_BYTES, KVGroup
+from kvik.spec.kv import AUTO, PAGE_HEAD_BYTES, KVGroup, state_pages
 from kvik.spec.visible_keys import Budget, Window
 from kvik.spec.weights import SCHEMES
 
@@ -162,7 +162,9 @@ def resolve(
             config.enable_prefix_caching,
             checkpoints=footprint.num_checkpoints(size) if spec.states else None,
             private=spec.fallback is not None,
-            tiers=tier_sizes(tiers, footprint.groups, config.block_size, notes),
+            tiers=tier_sizes(
+                tiers, footprint.groups, config.block_size, notes, state_bytes=spec.state_bytes
+            ),
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=size.max_num_seqs,
@@ -483,9 +485,8 @@ def check_tiers(
         peers=config.role == "decode" or moved,
         lends=config.role == "prefill" or moved,
     )
-    model = unkept(spec.architecture, encoder=spec.encoder, states=bool(spec.states))
     for wrong, reason in (
-        (bool(model), model),
+        (spec.encoder, f"{spec.architecture} is an encoder, of whose prompts nothing is kept"),
         (
             compute.gpu is not None
             and (config.tensor_parallel_size > 1 or config.pipeline_parallel_size > 1),
@@ -504,13 +505,6 @@ def check_tiers(
                 raise ConfigError("role", f"must be both: {reason}")
             raise ConfigError(TIERS, f"must be left out: {reason}")
     return tiers
-
-
-def unkept(architecture: str, *, encoder: bool, states: bool) -> str:
-    """Return why tiers keep nothing of a model's prompts; "": they do."""
-    if encoder:
-        return f"{architecture} is an encoder, of whose prompts nothing is kept"
-    return f"{architecture} keeps states, which no page holds" if states else ""
 
 
 def less_memory_tier(
@@ -536,20 +530,32 @@ def less_memory_tier(
 
 
 def tier_sizes(
-    tiers: TierOptions | None, groups: Sequence[KVGroup], block_size: int, notes: Notes
+    tiers: TierOptions | None,
+    groups: Sequence[KVGroup],
+    block_size: int,
+    notes: Notes,
+    *,
+    state_bytes: int = 0,
 ) -> TierSizes | None:
     """Return the sizes of the tiers in pages.
 
+    Args:
+        state_bytes: of the states of a request.
+
     Raises:
-        CapacityError: one is smaller than a page.
+        CapacityError: one is smaller than a page, and the states of a request.
     """
     if tiers is None:
         return None
     pages = tuple(PAGE_HEAD_BYTES + group.bytes_per_token * block_size for group in groups)
     largest = max(pages)
+    count, page_of_states = state_pages(state_bytes, largest) if state_bytes else (0, 0)
+    least, states = largest + count * max(largest, page_of_states), ""
+    if count:
+        states = f", with {show_bytes(count * page_of_states)} for each state"
     for name, size in (("memory", tiers.memory), ("disk", tiers.disk)):
-        if 0 < size < largest:
-            reason = f"must have at least {largest} bytes for one page of {block_size} tokens"
+        if 0 < size < least:
+            reason = f"must have at least {least} bytes for one page of {block_size} tokens{states}"
             raise CapacityError(TIERS, f"{reason}; {name} has {size}")
     parts = [
         f"{name} {show_bytes(size)} (about {size // sum(pages) * block_size:,} tokens)"
@@ -558,13 +564,15 @@ def tier_sizes(
     ]
     parts += ["peers have what they computed"] if tiers.peers else []
     size_of_page = f"{sum(pages) / 1024:,.0f} KiB"
-    page = f"pages of {block_size} tokens, {size_of_page}"
+    page = f"pages of {block_size} tokens, {size_of_page}{states}"
     loaded = "prefixes and preempted requests are loaded if that is faster than computing them"
     reason = f"{ASKED}: {page}; {loaded}, as measured"
     notes.add(
         TIERS, "+".join(name.split()[0] for name in parts), "; ".join([reason, ", ".join(parts)])
     )
-    return TierSizes(pages, tiers.memory // largest, tiers.disk, tiers.peers, tiers.lends)
+    pages += (page_of_states,) if count else ()
+    places = tiers.memory // max(pages)
+    return TierSizes(pages, places, tiers.disk, tiers.peers, tiers.lends, state_pages=count)
 
 
 def _choose_seed(config: EngineConfig, drawn_seed: int | None, notes: Notes) -> int:

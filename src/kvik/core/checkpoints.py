@@ -11,6 +11,9 @@ copied. Copies are made at block borders, before the step that continues from th
 
 A step never computes past the first two, so results do not depend on where copies are made. When
 all are in use, the least recently used checkpoint is replaced.
+
+Tiers of the KV cache keep the first two as well, and the newest one of a request that ends. There a
+checkpoint is several pages, each about as large as that of a block (`core/moves.py`).
 """
 
 from __future__ import annotations
@@ -37,17 +40,27 @@ class StateCheckpoint:
 
 
 class CheckpointTable:
-    """Maps prefixes to checkpoints."""
+    """Maps prefixes to checkpoints.
+
+    Attributes:
+        for_tiers: prefixes of published checkpoints that tiers should keep, since the list was last
+            emptied; None: there are no tiers.
+    """
 
     def __init__(self, count: int, block_size: int) -> None:
         self.count = count
         self.block_size = block_size
+        self.for_tiers: list[bytes] | None = None
         self._free = list(range(count - 1, -1, -1))
         self._by_hash: dict[bytes, int] = {}  # of the prefix; least recently used first
 
     def hit_length(self, hashes: Sequence[bytes], length: int) -> int:
         """Return the most blocks, up to `length`, after which there is a checkpoint."""
         return next((n for n in range(length, 0, -1) if hashes[n - 1] in self._by_hash), 0)
+
+    def index_of(self, key: bytes) -> int | None:
+        """Return the checkpoint of a prefix; None: there is none."""
+        return self._by_hash.get(key)
 
     def use(self, key: bytes) -> int:
         """Return the checkpoint of a prefix and mark it as the most recently used."""
@@ -85,31 +98,56 @@ class CheckpointTable:
         request, blocks = checkpoint.request, checkpoint.num_tokens // self.block_size
         failed = request.finish_reason is FinishReason.ERROR
         if failed or checkpoint.num_tokens > len(request.token_ids):
-            self.drop(checkpoint)
+            self.free(checkpoint.index)
             return
         hashes = request.block_hashes
         extend_hashes(hashes, request.token_ids, self.block_size, request.cache_salt, blocks)
-        if hashes[blocks - 1] in self._by_hash:
-            self.drop(checkpoint)
-        else:
-            self._by_hash[hashes[blocks - 1]] = checkpoint.index
+        self.add(hashes[blocks - 1], checkpoint.index)
+        in_prompt = checkpoint.num_tokens <= self._end_of_prompt(request)
+        if self.for_tiers is not None and (in_prompt or request.finished):
+            self.for_tiers.append(hashes[blocks - 1])
         if checkpoint.num_tokens - self.block_size > self._end_of_prompt(request):
             self.forget(hashes[blocks - 2 : blocks - 1])
 
-    def drop(self, checkpoint: StateCheckpoint) -> None:
-        """Free a checkpoint that was never published."""
-        self._free.append(checkpoint.index)
+    def free(self, index: int) -> None:
+        """Free a checkpoint that is not published."""
+        self._free.append(index)
+
+    def reserve(self, copied: Collection[int]) -> int | None:
+        """Return a checkpoint to load a state into, other than those that are `copied` from or to;
+        None: none is available."""
+        for index in self._free:
+            if index not in copied:
+                self._free.remove(index)
+                return index
+        for key, index in self._by_hash.items():
+            if index not in copied:
+                del self._by_hash[key]
+                return index
+        return None
+
+    def add(self, key: bytes, index: int) -> None:
+        """Make a checkpoint findable by its prefix, or free it if that has one."""
+        if key in self._by_hash:
+            self._free.append(index)
+        else:
+            self._by_hash[key] = index
 
     def forget(self, hashes: Collection[bytes]) -> None:
         """Free the checkpoints of some prefixes."""
         self._free += [self._by_hash.pop(key) for key in hashes if key in self._by_hash]
 
-    def forget_copies(self, indices: Collection[int]) -> None:
-        """Free the checkpoints with these indices, if they are published."""
-        self.forget([key for key, index in self._by_hash.items() if index in indices])
+    def forget_copies(self, indices: Collection[int]) -> list[bytes]:
+        """Free the checkpoints with these indices, if they are published. Returns their
+        prefixes."""
+        keys = [key for key, index in self._by_hash.items() if index in indices]
+        self.forget(keys)
+        return keys
 
     def clear(self) -> None:
         self.forget(list(self._by_hash))
+        if self.for_tiers:
+            self.for_tiers.clear()
 
     def indices(self) -> list[int]:
         """Return the indices of checkpoints that are free or published."""

@@ -22,7 +22,9 @@ class TierSizes:
     """Where blocks are kept beyond the KV cache.
 
     Attributes:
-        page_bytes: of one block of each KV group, header included.
+        page_bytes: of one block of each KV group, header included; then of a page of states, if
+            layers keep any.
+        state_pages: pages that hold the states of a request; 0: no layer keeps a state.
         memory: pages in the memory tier; 0: there is none.
         disk: bytes of the disk tier; 0: there is none.
         peers: pages can be loaded from other engines.
@@ -34,6 +36,7 @@ class TierSizes:
     disk: int = 0
     peers: bool = False
     lends: bool = False
+    state_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,6 +214,9 @@ def _check_checkpoints(scheduler: Scheduler) -> None:
         )
         return
     indices = checkpoints.indices() + [checkpoint.index for checkpoint in made]
+    if scheduler.moves is not None:
+        loads = scheduler.moves.loads.values()
+        indices += [load.state[1] for load in loads if load.state is not None]
     _require(
         sorted(indices) == list(range(checkpoints.count)), "checkpoints are lost or used twice"
     )
@@ -277,7 +280,7 @@ def _check_moves(moves: Moves, scheduler: Scheduler) -> None:
         _require(sorted(used) == list(range(index.sizes.memory)), "places are lost or used twice")
         _require(places.keys() == memory.pages.keys() | memory.under_way.keys(), "lost places")
     for load in moves.loads.values():
-        for _, block, _ in load.pages:
+        for block in load.loaded_blocks:
             _require(refs[block] == 1, f"block {block} is loaded and used")
         for request, _ in load.waiting:
             _require(request.status is RequestStatus.LOADING, "does not load", request)

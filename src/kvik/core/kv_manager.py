@@ -377,19 +377,28 @@ class KVCacheManager:
     def _with_rest(self, request: Request, match: PrefixMatch) -> PrefixMatch:
         """Extend a match by the partly filled block that the request had when it was preempted, if
         that was loaded, or by that of the request which it continues."""
-        tokens, length = request.num_kept_tokens, match.num_tokens // self.block_size
-        if tokens // self.block_size != length or not (
-            match.num_tokens < tokens <= request.num_cacheable_tokens
-        ):
+        tokens = request.num_kept_tokens
+        if not match.num_tokens < tokens <= request.num_cacheable_tokens:
+            return match
+        length, rest = divmod(tokens, self.block_size)
+        tables = match.block_ids
+        if self.checkpoints is not None:  # the match may end at an earlier checkpoint
+            hashes = request.block_hashes[:length]
+            known = rest and len(hashes) == length
+            if not known or self._cached_length(hashes, length) < length:
+                return match
+            if self.checkpoints.index_of(self.prefix_key(request, tokens)) is None:
+                return match
+            tables = self._tables(hashes)
+        elif length != match.num_tokens // self.block_size:
             return match
         key = partial_hash(request, length, tokens, self.block_size)
         blocks = [self.pool.lookup((group, key)) for group in range(len(self.groups))]
         tables = [
-            [*ids, block]
-            for ids, block in zip(match.block_ids, blocks, strict=True)
-            if block is not None
+            [*ids, block] for ids, block in zip(tables, blocks, strict=True) if block is not None
         ]
-        return PrefixMatch(tokens, tables) if len(tables) == len(blocks) else match
+        whole = len(tables) == len(blocks)
+        return PrefixMatch(tokens, tables, match.num_shared) if whole else match
 
     def _longest_cached(self, hashes: list[bytes]) -> PrefixMatch:
         """Match the longest prefix for which every group has the blocks it needs and, if layers
@@ -398,15 +407,20 @@ class KVCacheManager:
         if self.checkpoints is not None:
             while length != (hit := self.checkpoints.hit_length(hashes, length)):
                 length = self._cached_length(hashes, hit)
+        tables = self._tables(hashes[:length])
+        return PrefixMatch(length * self.block_size, tables, shared * self.block_size)
+
+    def _tables(self, hashes: list[bytes]) -> list[list[int]]:
+        """Return the cached blocks of a prefix for each group, without those that it hides."""
         tables = []
         for g, visible in enumerate(self._visible):
-            hidden = visible.hidden_blocks(length * self.block_size, self.block_size)
+            hidden = visible.hidden_blocks(len(hashes) * self.block_size, self.block_size)
             blocks = (
-                NULL_BLOCK if i in hidden else self.pool.lookup((g, hashes[i]))
-                for i in range(length)
+                NULL_BLOCK if i in hidden else self.pool.lookup((g, key))
+                for i, key in enumerate(hashes)
             )
             tables.append([b for b in blocks if b is not None])
-        return PrefixMatch(length * self.block_size, tables, shared * self.block_size)
+        return tables
 
     def _cached_length(self, hashes: list[bytes], length: int) -> int:
         """Walk the chain of hashes, up to `length`, as far as every group has its blocks."""
@@ -429,6 +443,14 @@ class KVCacheManager:
             if not self._slides:
                 break
         return length
+
+    def prefix_key(self, request: Request, num_tokens: int) -> bytes:
+        """Return the hash of the first `num_tokens` tokens of a request, at least one. Those of its
+        full blocks must be known."""
+        full, rest = divmod(num_tokens, self.block_size)
+        if rest:
+            return partial_hash(request, full, num_tokens, self.block_size)
+        return request.block_hashes[full - 1]
 
     def _fork(self, request: Request) -> PrefixMatch | None:
         """Match the prompt of a sibling: it shares its leader's blocks of the prompt, including a

@@ -14,12 +14,17 @@ ended.
 Another engine is one more tier: a request names the engine that has its pages, and for how many
 tokens. There the pages stay in the memory tier under a lease, as if a load read them. The worker
 ends the lease when the other engine has fetched what it needs, or has been silent for some time.
+
+If layers keep states, a prefix can be resumed only where there is one: in a checkpoint, or in a
+tier. There it is several pages, which are stored and loaded like those of blocks; the state of a
+preempted request is stored from the row of its slot. A state is loaded into a checkpoint. If one of
+its pages is missing, all of them are deleted, since those of two copies do not fit together.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvik.core.block_pool import NULL_BLOCK, root_hash
@@ -73,12 +78,14 @@ class Load:
     """A load under way.
 
     Attributes:
-        pages: key, block that the page is loaded into, tier.
+        pages: key, block that the page is loaded into, tier; those of a state are last.
         cached: blocks of the prefix that were cached already.
         waiting: requests that wait for it, each with the status to restore.
         num_tokens: tokens that it spares its first request; -1: do not publish the pages.
         since: when it began.
         source: where another engine serves pages of it.
+        state: hash of the prefix whose state is loaded, the checkpoint for it, and the number of
+            its pages; None: no state is loaded.
     """
 
     ticket: int
@@ -87,12 +94,19 @@ class Load:
     num_tokens: int
     since: float
     source: PageSource | None = None
+    state: tuple[bytes, int, int] | None = None
     waiting: list[tuple[Request, RequestStatus]] = field(default_factory=list)
+
+    @property
+    def loaded_blocks(self) -> list[int]:
+        """The blocks that pages are loaded into."""
+        pages = self.pages if self.state is None else self.pages[: -self.state[2]]
+        return [block for _, block, _ in pages]
 
     @property
     def blocks(self) -> list[int]:
         """All blocks that it holds, the end of the prefix first."""
-        return [*(block for _, block, _ in reversed(self.pages)), *reversed(self.cached)]
+        return [*reversed(self.loaded_blocks), *reversed(self.cached)]
 
 
 @dataclass(slots=True)
@@ -100,22 +114,30 @@ class ReachablePrefix:
     """A prefix that is in the KV cache or in tiers.
 
     Attributes:
-        missing: pages that are only in a tier, and the tier.
+        missing: pages that are only in a tier, and the tier; those of a state are last.
         cached: blocks of the other pages.
+        state: hash of the prefix whose state is only in a tier; None: no state is missing.
     """
 
     num_tokens: int
     missing: list[tuple[PageKey, str]]
     cached: list[int]
+    state: bytes | None = None
 
 
 class Moves:
     """The moves of one scheduler."""
 
-    def __init__(self, kv: KVCacheManager) -> None:
+    def __init__(self, kv: KVCacheManager, first_row: int = 0) -> None:
+        """
+        Args:
+            first_row: of checkpoints in the pool of states.
+        """
         sizes = kv.config.tiers
         assert sizes is not None
         self.kv = kv
+        self._first_row, self._state_pages = first_row, sizes.state_pages
+        self._copied: Collection[int] = ()  # see `begin`
         self.index = TierIndex(sizes)
         self.counters = MoveCounters()
         self.loads: dict[int, Load] = {}  # under way, by ticket
@@ -138,17 +160,28 @@ class Moves:
         self._left_sources: list[PageSource] = []
         self._scanning = sizes.disk > 0  # the disk tier is still listing what it had at the start
         kv.committed = []
+        if kv.checkpoints is not None:
+            kv.checkpoints.for_tiers = []
 
     # -- planning --------------------------------------------------------------------------------
 
-    def begin(self, now: float) -> None:
-        """Begin a plan: store blocks confirmed since the last one, and give up loads that take too
-        long."""
+    def begin(self, now: float, copied: Collection[int] = ()) -> None:
+        """Begin a plan: store blocks and checkpoints confirmed since the last one, and give up
+        loads that take too long.
+
+        Args:
+            copied: rows of states that the plan copies from or to.
+        """
         committed, self.kv.committed = self.kv.committed or [], []
+        self._copied = copied
         self._write_backlog()
         for key, parent, block in committed:
-            if self.kv.pool.has(block, key):
+            if self._has(block, key, parent):
                 self._store(key, parent, block)
+        for prefix in self._take_checkpoints():
+            index = self._checkpoint_of(prefix)
+            if index is not None and self._first_row + index not in copied:
+                self._store_state(prefix, self._first_row + index)
         for name, pages in self._lent:
             self._begin_lease(name, pages)
         self._lent.clear()
@@ -169,6 +202,7 @@ class Moves:
         *,
         fits: bool,
         copied: Iterable[int],
+        copied_rows: Collection[int] = (),
     ) -> bool:
         """Return whether a waiting request has to wait for pages; begins a load if that is best.
 
@@ -177,6 +211,7 @@ class Moves:
             rate: prompt tokens per second, as measured.
             fits: whether the free blocks suffice to start it.
             copied: blocks that the plan copies, which may be free already.
+            copied_rows: rows of states that it copies from or to.
         """
         if not fits or self._tries.get(request.key, 0) >= MAX_TRIES:
             return False
@@ -200,12 +235,19 @@ class Moves:
             self.counters.compute_choices += 1
             self._tries[request.key] = MAX_TRIES  # until it starts
             return False
-        blocks = self.kv.hold(reach.cached, len(reach.missing))
+        num_blocks = len(reach.missing) - self._state_pages * (reach.state is not None)
+        blocks = self.kv.hold(reach.cached, num_blocks)
         if blocks is None:
             return False
-        if not set(copied).isdisjoint(blocks):  # the load might come before the copy
+        state = None
+        early = not set(copied).isdisjoint(blocks)  # the load might come before the copy
+        if not early:
+            state = self._reserve(request, reach, copied_rows)
+        if early or (reach.state is not None and state is None):
             self.kv.pool.release([*blocks, *reach.cached])
             return False
+        if state is not None:
+            blocks += self._parts_of(self._first_row + state[1])
         self.counters.load_choices += 1
         pairs = list(zip(reach.missing, blocks, strict=True))
         load = Load(
@@ -215,6 +257,7 @@ class Moves:
             tokens,
             now,
             request.source if PEER in sizes else None,
+            state,
         )
         self._num_tickets += 1
         pages = [(key, block, self.index.hold(key, tier)) for (key, tier), block in pairs]
@@ -236,6 +279,14 @@ class Moves:
         request.num_kept_tokens = written
         hashes = request.block_hashes[:full]
         stored = len(hashes) == full
+        if kv.checkpoints is not None:
+            # A state of tokens that are not known yet is of no use.
+            stored = stored and written == request.num_computed_tokens > 0
+            if stored:
+                prefix = kv.prefix_key(request, written)
+                self._store_state(prefix, request.slot, now=True, lasts=not rest)
+            else:
+                self._keep_checkpoint(hashes)
         for i, key in enumerate(hashes):  # some may be in the backlog of the disk
             parent = hashes[i - 1] if i else root_hash(request.cache_salt)
             for group, ids in enumerate(request.block_ids):
@@ -249,8 +300,22 @@ class Moves:
                 if ids[full] != NULL_BLOCK:
                     self._store((group, key), parent, ids[full], now=True, lasts=False)
         keys = self._visible(hashes, written)
+        if kv.checkpoints is not None and stored:
+            keys += self._state_keys(kv.prefix_key(request, written))
         self.index.use(keys)
         self.counters.swapped_out += stored and all(map(self._is_kept, keys))
+
+    def keep_state(self, request: Request) -> None:
+        """Store the newest state at a block border of a running request that ends."""
+        if not self._state_pages:
+            return
+        computed, hashes = request.num_computed_tokens, request.block_hashes
+        blocks, rest = divmod(computed, self.kv.block_size)
+        is_known = computed == request.num_written_tokens and len(hashes) >= blocks > 0
+        if is_known and rest <= request.num_uncovered_tokens and hashes[blocks - 1]:
+            self._store_state(hashes[blocks - 1], request.slot, now=True)
+        else:
+            self._keep_checkpoint(hashes)
 
     def arrived(self, request: Request) -> None:
         """Note a new request: its pages in another engine must stay there until it starts."""
@@ -272,13 +337,18 @@ class Moves:
         if request.status is RequestStatus.LOADING:
             for load in self.loads.values():
                 load.waiting = [pair for pair in load.waiting if pair[0] is not request]
-        self.index.use(self._pages(request.block_hashes[: request.num_committed_blocks]))
+        hashes = request.block_hashes[: request.num_committed_blocks]
+        state = self._state_end(request, len(hashes) * self.kv.block_size)
+        states = self._state_keys(self.kv.prefix_key(request, state)) if state else []
+        self.index.use([*self._pages(hashes), *states])
 
     def lend(self, request: Request, tokens: int) -> PageSource | None:
         """Keep the pages of the first `tokens` of an ending request for another engine. Returns
         where that engine gets them; None: nothing can be lent."""
         if self.address is None or MEMORY not in self.index.tiers:
             return None
+        if self.kv.checkpoints is not None:
+            tokens = self._state_end(request, tokens)
         full, rest = divmod(tokens, self.kv.block_size)
         hashes = request.block_hashes[:full]
         if not all(hashes) or len(hashes) < full:
@@ -293,6 +363,11 @@ class Moves:
             pages += [((group, key), before[-1]) for group in range(len(self.kv.groups))]
         if not pages:
             return None
+        if self.kv.checkpoints is not None:
+            prefix = self.kv.prefix_key(request, tokens)
+            if not self._has_state(prefix):  # it may have left the memory tier
+                self._keep_checkpoint([prefix])
+            pages += [(key, prefix) for key in self._state_keys(prefix)]
         name = f"{request.request_id}/{request.index}" if request.index else request.request_id
         self._lent.append((name, pages))
         self.counters.lent_tokens += tokens
@@ -317,8 +392,9 @@ class Moves:
     def begins(self) -> bool:
         """Whether something must be stored, lent or deleted that is in no plan yet."""
         pages = self._stores or self.kv.committed or self.index.drops or self._repeated
+        checkpoints = self.kv.checkpoints is not None and self.kv.checkpoints.for_tiers
         lent = self._lent or self._ended_leases or self._sources or self._left_sources
-        return bool(pages or lent)
+        return bool(pages or checkpoints or lent)
 
     @property
     def under_way(self) -> bool:
@@ -372,16 +448,24 @@ class Moves:
                 self._finish(self.loads.pop(ticket), set(failed))
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """Remove the pages of these blocks from all tiers: their contents are in doubt."""
-        keys = self._pages(hashes)
+        """Remove the pages of these blocks, and of states at their ends, from all tiers: their
+        contents are in doubt."""
+        states = (key for prefix in hashes if prefix for key in self._state_keys(prefix))
+        keys = [*self._pages(hashes), *filter(self._is_kept, states)]
         doubted = set(keys)
+        self._stores = [page_store for page_store in self._stores if page_store.key not in doubted]
         self._end_leases([n for n, k in self.leases.items() if not doubted.isdisjoint(k)])
         self._lent = [(n, p) for n, p in self._lent if doubted.isdisjoint(key for key, _ in p)]
         self.index.forget(keys)
 
+    def forget_states(self, prefixes: Sequence[bytes]) -> None:
+        """Remove the states of these prefixes from all tiers."""
+        self.index.forget([key for prefix in prefixes for key in self._state_keys(prefix)])
+
     def clear(self) -> None:
         """Remove everything stored until now from all tiers."""
         self.kv.committed = []
+        self._stores.clear()
         self._backlog.clear()
         self._lent.clear()
         self._end_leases([*self.leases])
@@ -427,7 +511,8 @@ class Moves:
         hashes = request.block_hashes[:full]
         if rest and len(hashes) == full and tokens < len(request.token_ids):
             hashes = [*hashes, partial_hash(request, full, tokens, size)]
-        return set(self._pages(hashes))
+        known = len(hashes) == -(-tokens // size) > 0
+        return {*self._pages(hashes), *(self._state_keys(hashes[-1]) if known else ())}
 
     def _pages(self, hashes: Sequence[bytes]) -> list[PageKey]:
         """Return the pages of all groups for these blocks, as far as their hashes are known."""
@@ -459,13 +544,13 @@ class Moves:
     def _write_backlog(self) -> None:
         """Store the blocks that waited for the disk, the first ones first, while it is not busy.
         However many wait for a slow disk, a step does not look at all of them."""
-        backlog, has = self._backlog, self.kv.pool.has
+        backlog = self._backlog
         while backlog and not self.index.disk_is_busy:
             key, parent, block = backlog.popleft()
-            if has(block, key):
+            if self._has(block, key, parent):
                 self._store(key, parent, block)
         if len(backlog) > self._backlog_limit:
-            present = [(key, parent, block) for key, parent, block in backlog if has(block, key)]
+            present = [entry for entry in backlog if self._has(entry[2], entry[0], entry[1])]
             self._backlog = deque(present)
             self._backlog_limit = max(MIN_BACKLOG, 2 * len(present))
 
@@ -484,6 +569,16 @@ class Moves:
             if i not in hidden[group]
         ]
 
+    def num_stored(self, request: Request) -> int:
+        """Return how many tokens of a request, from the start, have blocks in the cache or in
+        tiers, whether or not there is a state."""
+        kv = self.kv
+        usable = min(request.num_cacheable_tokens // kv.block_size, len(request.block_hashes))
+        hashes = request.block_hashes[:usable]
+        return kv.block_size * kv.usable_length(
+            hashes, usable, lambda key: kv.pool.lookup(key) is not None or self._is_kept(key)
+        )
+
     def _reach(self, request: Request, match: PrefixMatch) -> ReachablePrefix | None:
         """Return the longest prefix of a waiting request in the cache and tiers; None: it is not
         longer than the match."""
@@ -492,25 +587,44 @@ class Moves:
         hashes = request.block_hashes[:usable]
         lookup, where, at_peer = kv.pool.lookup, self.index.where, self._at_peer(request)
 
-        def is_there(key: PageKey) -> bool:
-            stored = lookup(key) is not None or where(key) is not None
-            return stored or key in self._loading or key in at_peer
+        def is_stored(key: PageKey) -> bool:
+            return where(key) is not None or key in self._loading or key in at_peer
 
-        length = kv.usable_length(hashes, usable, is_there)
-        keys = self._visible(hashes[:length], length * size)
-        tokens = length * size
+        def is_there(key: PageKey) -> bool:
+            return lookup(key) is not None or is_stored(key)
+
+        def has_state(prefix: bytes) -> bool:
+            if kv.checkpoints is None or kv.checkpoints.index_of(prefix) is not None:
+                return True
+            return is_stored((len(kv.groups), prefix)) and all(
+                map(is_stored, self._state_keys(prefix))
+            )
+
+        length = whole = kv.usable_length(hashes, usable, is_there)
+        while length and not has_state(hashes[length - 1]):
+            length = kv.usable_length(hashes, length - 1, is_there)
+        keys, tokens = self._visible(hashes[:length], length * size), length * size
         swapped = request.num_kept_tokens
-        if swapped // size == length and tokens < swapped <= request.num_cacheable_tokens:
-            partial = partial_hash(request, length, swapped, size)
+        full = swapped // size
+        reached = full <= whole if kv.checkpoints is not None else full == length
+        if reached and tokens < swapped <= request.num_cacheable_tokens and swapped % size:
+            partial = partial_hash(request, full, swapped, size)
             rest = [(group, partial) for group in range(len(kv.groups))]
-            if all(map(is_there, rest)):
-                keys, tokens = keys + rest, swapped
+            part = kv.usable_length(hashes[:full], full, is_there) == full
+            if part and all(map(is_there, rest)) and has_state(partial):
+                keys, tokens = self._visible(hashes[:full], full * size) + rest, swapped
         if tokens <= match.num_tokens:
             return None
-        loaded = {key: PEER if key in at_peer else MEMORY for key in keys}
-        missing = [(key, where(key) or loaded[key]) for key in keys if lookup(key) is None]
+        state = None
+        if kv.checkpoints is not None:
+            prefix = kv.prefix_key(request, tokens)
+            state = prefix if kv.checkpoints.index_of(prefix) is None else None
         cached = [block for key in keys if (block := lookup(key)) is not None]
-        return ReachablePrefix(tokens, missing, cached) if missing else None
+        keys = [key for key in keys if lookup(key) is None]
+        keys += [] if state is None else self._state_keys(state)
+        loaded = {key: PEER if key in at_peer else MEMORY for key in keys}
+        missing = [(key, where(key) or loaded[key]) for key in keys]
+        return ReachablePrefix(tokens, missing, cached, state) if missing else None
 
     def _page_load(self, load: Load) -> PageLoad:
         places = self.index.place_of
@@ -526,11 +640,15 @@ class Moves:
             if i in failed:
                 if counters is not None:
                     counters.failed += 1
-                self.index.lose(key, tier)
+                if key[0] < len(self.kv.groups):
+                    self.index.lose(key, tier)
             elif load.num_tokens >= 0:
-                self.kv.pool.commit(block, key)
+                if key[0] < len(self.kv.groups):
+                    self.kv.pool.commit(block, key)
                 if counters is not None:
                     counters.loaded += 1
+        if load.state is not None:
+            self._finish_state(load, *load.state, failed)
         if not failed:
             self.counters.loaded_tokens += max(0, load.num_tokens)
         self.index.use([key for key, _, _ in load.pages])
@@ -540,3 +658,99 @@ class Moves:
                 self._leave_source(request)
             self.counters.swapped_in += status is RequestStatus.PREEMPTED and not failed
         self.kv.pool.release(load.blocks)  # evicted last
+
+    # -- states ----------------------------------------------------------------------------------
+
+    def _state_keys(self, prefix: bytes) -> list[PageKey]:
+        """Return the pages of the state of a prefix; []: no layer keeps a state."""
+        group, head, tail = len(self.kv.groups), prefix[:-2], int.from_bytes(prefix[-2:], "big")
+        parts = range(self._state_pages)
+        return [(group, head + (tail ^ part).to_bytes(2, "big")) for part in parts]
+
+    def _parts_of(self, row: int) -> range:
+        """Return the "blocks" (`PageStore`) of a row of the pool of states."""
+        return range(row * self._state_pages, (row + 1) * self._state_pages)
+
+    def _checkpoint_of(self, prefix: bytes) -> int | None:
+        return None if self.kv.checkpoints is None else self.kv.checkpoints.index_of(prefix)
+
+    def _take_checkpoints(self) -> list[bytes]:
+        """Return the prefixes of checkpoints that are to be stored."""
+        if not self._state_pages:
+            return []
+        assert self.kv.checkpoints is not None
+        prefixes, self.kv.checkpoints.for_tiers = self.kv.checkpoints.for_tiers or [], []
+        return prefixes
+
+    def _keep_checkpoint(self, hashes: Sequence[bytes]) -> None:
+        """Store the last checkpoint of a prefix with the next plan."""
+        table = self.kv.checkpoints
+        assert table is not None and table.for_tiers is not None
+        length = table.hit_length(hashes, len(hashes))
+        if length:
+            table.for_tiers.append(hashes[length - 1])
+
+    def _store_state(
+        self, prefix: bytes, row: int, *, now: bool = False, lasts: bool = True
+    ) -> None:
+        """Store the state of a prefix from a row of the pool. See `_store`."""
+        pairs = zip(self._state_keys(prefix), self._parts_of(row), strict=True)
+        for key, part in reversed([*pairs]):  # the first page is evicted last
+            self._store(key, prefix, part, now=now, lasts=lasts)
+
+    def _has(self, block: int, key: PageKey, parent: bytes) -> bool:
+        """Return whether a block, or a checkpoint, still has the content that is to be stored."""
+        if key[0] < len(self.kv.groups):
+            return self.kv.pool.has(block, key)
+        row = block // self._state_pages
+        return row not in self._copied and self._checkpoint_of(parent) == row - self._first_row
+
+    def _has_state(self, prefix: bytes) -> bool:
+        """Return whether the memory tier has a state."""
+        memory = self.index.tiers.get(MEMORY)
+
+        def has(key: PageKey) -> bool:
+            return memory is not None and (key in memory.pages or key in memory.under_way)
+
+        return has((len(self.kv.groups), prefix)) and all(map(has, self._state_keys(prefix)))
+
+    def _state_end(self, request: Request, num_tokens: int) -> int:
+        """Return the most tokens of a request, up to `num_tokens`, whose state is in a checkpoint
+        or in the memory tier; 0: there is none, or no layer keeps a state."""
+        size = self.kv.block_size
+        if not self._state_pages or len(request.block_hashes) < num_tokens // size:
+            return 0
+        borders = range(num_tokens // size * size, 0, -size)
+        ends: list[int] = [num_tokens, *borders] if num_tokens % size else [*borders]
+        for end in ends:
+            prefix = self.kv.prefix_key(request, end)
+            if prefix and (self._checkpoint_of(prefix) is not None or self._has_state(prefix)):
+                return end
+        return 0
+
+    def _reserve(
+        self, request: Request, reach: ReachablePrefix, copied_rows: Collection[int]
+    ) -> tuple[bytes, int, int] | None:
+        """Reserve a checkpoint for the state of a prefix that is to be loaded; see `Load.state`."""
+        checkpoints = self.kv.checkpoints
+        if checkpoints is None:
+            return None
+        if reach.state is None:
+            checkpoints.use(self.kv.prefix_key(request, reach.num_tokens))
+            return None
+        index = checkpoints.reserve({row - self._first_row for row in copied_rows})
+        return None if index is None else (reach.state, index, self._state_pages)
+
+    def _finish_state(
+        self, load: Load, prefix: bytes, index: int, count: int, failed: set[int]
+    ) -> None:
+        """Publish the checkpoint of a finished load, if all pages of the state were loaded."""
+        checkpoints = self.kv.checkpoints
+        assert checkpoints is not None
+        first = len(load.pages) - count
+        if any(i >= first for i in failed):
+            self.index.forget([key for key, _, _ in load.pages[first:]])
+        if load.num_tokens >= 0 and not any(i >= first for i in failed):
+            checkpoints.add(prefix, index)
+        else:
+            checkpoints.free(index)

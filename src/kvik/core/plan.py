@@ -35,7 +35,9 @@ class NewRequest:
 
 # Moves: copies of blocks between the KV cache and its tiers (`core/moves.py`).
 
-PageKey = tuple[int, bytes]  # KV group, hash of the tokens up to the end of the page
+# KV group, hash of the tokens up to the end of the page. The number after those of all groups is
+# that of states: the state of a prefix is several pages, with hashes made of the prefix's.
+PageKey = tuple[int, bytes]
 NOWHERE = -1  # as a place: not in the memory tier
 AT_PEER = -2  # as a place: in another engine
 MEMORY, DISK, PEER = "memory", "disk", "peer"  # names of tiers
@@ -44,10 +46,11 @@ WAIT_SECONDS = 0.05  # that a plan of moves alone waits for loads; requests may 
 
 @frozen
 class PageStore:
-    """A block to store as a page.
+    """A block to store as a page, or a part of a row of the pool of states.
 
     Attributes:
-        parent: hash of the block before it.
+        parent: hash of the block before it, or of the prefix of a state.
+        block: for states, row of the pool * number of pages of a state + number of the page.
         place: in the memory tier; `NOWHERE`: it is not stored there.
         on_disk: whether to store it in the disk tier.
     """
@@ -65,8 +68,8 @@ class PageLoad:
 
     Attributes:
         ticket: a unique number. A load that is sent again has the same ticket.
-        pages: key, block, and place in the memory tier; `NOWHERE`: it is read from the disk tier;
-            `AT_PEER`: from `source`.
+        pages: key, block (see `PageStore`), and place in the memory tier; `NOWHERE`: it is read
+            from the disk tier; `AT_PEER`: from `source`.
     """
 
     ticket: int

@@ -138,7 +138,7 @@ class Scheduler:
         self.clock = StepClock()
         self.deadlines = Deadlines()
         self.meter = WorkMeter(cache.groups)
-        self.moves = Moves(self.kv) if cache.tiers is not None else None
+        self.moves = Moves(self.kv, config.max_num_seqs) if cache.tiers is not None else None
         self.in_flight: deque[Step] = deque()
         self.more_expected = True
         self._num_added = 0
@@ -238,7 +238,7 @@ class Scheduler:
         """Plan the next step; None: there is nothing to compute or to move."""
         self._expire(now)
         if self.moves is not None:
-            self.moves.begin(now)
+            self.moves.begin(now, self._copied_rows())
         plan = SchedulerOutput(
             self.counters.steps,
             [],
@@ -565,6 +565,9 @@ class Scheduler:
         chunk = self._up_to_cut(request, match.num_tokens, chunk)
         checkpoints = self.kv.checkpoints
         if checkpoints is not None:
+            if self.moves is not None:  # blocks in tiers without a state where they end
+                shared = max(match.num_shared, self.moves.num_stored(request))
+                match = replace(match, num_shared=shared)
             request.num_shared_tokens = match.num_shared
             chunk = checkpoints.cut(request, match.num_tokens, chunk)
         # A request that cannot continue would only be preempted again. So while others run, all its
@@ -582,8 +585,10 @@ class Scheduler:
         step.plan.block_copies.extend(made)
         self._start(request, match.num_tokens, now)
         if checkpoints is not None and match.num_tokens:
-            key = request.block_hashes[match.num_tokens // self.kv.block_size - 1]
+            key = self.kv.prefix_key(request, match.num_tokens)
             self._state_copies.append((self._row(checkpoints.use(key)), request.slot))
+            if match.num_tokens % self.kv.block_size:
+                checkpoints.forget([key])  # no other request continues from there
         step.start(request)
         self._add_chunk(step, request, chunk)
         return chunk
@@ -609,7 +614,14 @@ class Scheduler:
         fits = not self.running or needed <= self.kv.pool.num_free
         rate = self.clock.prefill_tokens_per_second
         copied = [source for source, _ in step.plan.block_copies]
-        return self.moves.waits(request, match, rate, now, fits=fits, copied=copied)
+        rows = self._copied_rows()
+        return self.moves.waits(
+            request, match, rate, now, fits=fits, copied=copied, copied_rows=rows
+        )
+
+    def _copied_rows(self) -> set[int]:
+        """Return the rows of states that the next plan copies from or to."""
+        return {row for pair in self._state_copies for row in pair}
 
     def _must_wait(self, request: Request) -> bool:
         """Return whether a waiting request must wait for a result: it has a row in a step in
@@ -669,6 +681,7 @@ class Scheduler:
             self.moves.started(request)
         self.meter.start(request)
         request.status = RequestStatus.RUNNING
+        request.num_uncovered_tokens = 0
         request.slot = self._free_slots.pop()
         insort(self.running, request, key=lambda r: r.order)
         if request.first_scheduled is None:
@@ -832,6 +845,9 @@ class Scheduler:
         times = _decode_seconds(plan, output, prefill=prefill)
         block_size = self.kv.block_size
         finished, running = RequestStatus.FINISHED, RequestStatus.RUNNING  # looked up once
+        for checkpoint in step.checkpoints:  # first, since requests that end may need them
+            assert self.kv.checkpoints is not None
+            self.kv.checkpoints.publish(checkpoint)
         for i, (request, samples, scheduled, drafts) in enumerate(rows):
             if samples:
                 request.num_pending_tokens -= drafts + 1
@@ -862,9 +878,6 @@ class Scheduler:
                     error = f"{type(raised).__name__}: {raised}"
             if error is not None:
                 deltas.append(self._finish(request, FinishReason.ERROR, now, [], error=error))
-        for checkpoint in step.checkpoints:
-            assert self.kv.checkpoints is not None
-            self.kv.checkpoints.publish(checkpoint)
         self.counters.delivered_tokens += sum([len(delta.token_ids) for delta in deltas])
         return deltas
 
@@ -906,8 +919,10 @@ class Scheduler:
             if reason is not None:
                 tokens = list(token_ids[before:])
                 break
+        if drafts or request.num_uncovered_tokens:
+            request.num_uncovered_tokens = len(output.token_ids[row]) - 1
         if drafts and self.kv.checkpoints is not None and request.status is RequestStatus.RUNNING:
-            self._take_checkpoint(request, accepted=len(output.token_ids[row]) - 1)
+            self._take_checkpoint(request, accepted=request.num_uncovered_tokens)
         complete = False
         if row in output.ended and reason is not FinishReason.STOP:
             complete = len(tokens) == len(output.token_ids[row])
@@ -948,10 +963,12 @@ class Scheduler:
                 deltas.append(self._finish(request, FinishReason.ERROR, now, [], error=error))
         if self.kv.checkpoints is not None:
             for checkpoint in step.checkpoints:
-                self.kv.checkpoints.drop(checkpoint)
-            self.kv.checkpoints.forget_copies(
+                self.kv.checkpoints.free(checkpoint.index)
+            doubted = self.kv.checkpoints.forget_copies(
                 {target - self.config.max_num_seqs for _, target in plan.state_copies}
             )
+            if self.moves is not None:
+                self.moves.forget_states(doubted)
         return deltas
 
     @staticmethod
@@ -987,6 +1004,8 @@ class Scheduler:
             written = request.num_written_tokens == request.num_computed_tokens
             if self.kv.checkpoints is not None and written:
                 self._take_checkpoint(request)
+            if self.moves is not None and reason is not FinishReason.MOVED:
+                self.moves.keep_state(request)
         # If one of the calls above raises, nothing has changed, and the request can still be ended
         # with an error.
         self.shares.leave(request)
@@ -994,6 +1013,8 @@ class Scheduler:
         if self.moves is not None:
             if running and request.lends and error is None:
                 prompt = min(request.num_written_tokens, request.num_prompt_tokens)
+                if self.kv.checkpoints is not None:  # the last token is computed in any case
+                    prompt = min(prompt, request.num_prompt_tokens - 1)
                 source = self.moves.lend(request, prompt - prompt % self.kv.block_size)
             self.moves.left(request)
         if running:

@@ -3,6 +3,10 @@
 A page is a header of 64 bytes and the bytes of one block of one KV group, ordered by layer, tensor
 (K, V, then their scales) and KV head. So a range of heads is a range of each tensor's bytes, a
 range of layers is a range of the page, and a page is the same for every number of processes.
+
+The states of a request, layer by layer, are divided into several pages of one size. Each begins
+with the number of tokens that they cover, which may be fewer than the tokens of the page's hash by
+accepted drafts (`RequestTable.covered`).
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import gcd
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 from zlib import crc32 as zlib_crc32
 
 import numpy as np
@@ -22,7 +26,7 @@ from torch import Tensor
 
 from kvik.kernels.upload import upload
 from kvik.nn.kv_formats import KVCache
-from kvik.spec.kv import PAGE_HEAD_BYTES, KVGroup
+from kvik.spec.kv import PAGE_HEAD_BYTES, STATE_HEAD_BYTES, KVGroup
 from kvik.spec.shares import kv_share
 
 # Magic, version, KV group, fingerprint, hash, hash of the block before, bytes after the header, and
@@ -165,7 +169,7 @@ class HostPages:
 
     def copy_out(self, blocks: Sequence[int], pages: np.ndarray, rows: Sequence[int]) -> None:
         """See `GroupPages.copy_out`."""
-        if not self._writes:
+        if not self._writes or not self._parts:  # a stage may have only layers with states
             return
         if self._table is not None:
             self._copy(blocks, pages, rows, load=False)
@@ -176,7 +180,7 @@ class HostPages:
 
     def copy_in(self, pages: np.ndarray, rows: Sequence[int], blocks: Sequence[int]) -> None:
         """See `GroupPages.copy_in`."""
-        if self._table is not None:
+        if self._table is not None and self._parts:
             self._copy(blocks, pages, rows, load=True)
             return
         for row, block in zip(rows, blocks, strict=True):
@@ -247,6 +251,85 @@ class DevicePages:
             yield at, assembled, [host[row] for row in rows[start : start + self._at_once]]
 
 
+class StatePages:
+    """`GroupPages` of states: "block" row * count + part is a part of a row of the pool.
+
+    Copies to and from a GPU are put on the current stream, like those of `DevicePages`.
+    """
+
+    def __init__(
+        self,
+        pool: Tensor,
+        first: int,
+        num_bytes: int,
+        count: int,
+        covered: np.ndarray | None = None,
+        *,
+        writes: bool = True,
+    ) -> None:
+        """
+        Args:
+            pool: [rows, numbers] fp32, the states of the layers of this process.
+            first: bytes of the states of the layers before these.
+            num_bytes: of a page.
+            count: pages of a row.
+            covered: [rows] int32, tokens that each state covers; None: another process has it.
+            writes: copies rows to pages; else another process with the same layers does.
+        """
+        self.num_bytes, self._count, self._first, self._writes = num_bytes, count, first, writes
+        self._begin = PAGE_HEAD_BYTES + STATE_HEAD_BYTES
+        self._on_host = pool.device.type == "cpu"
+        self._pool: Any = pool.view(torch.uint8)
+        if self._on_host:
+            self._pool = self._pool.numpy()
+        self._covered = covered
+        rows = 0 if covered is None else len(covered)
+        self._loaded = np.zeros(rows * count, np.int64)  # [parts], how many tokens each covers
+
+    def copy_out(self, blocks: Sequence[int], pages: np.ndarray, rows: Sequence[int]) -> None:
+        """See `GroupPages.copy_out`."""
+        for block, row in zip(blocks, rows, strict=True):
+            if self._covered is not None:
+                self._head(pages, row)[0] = self._covered[block // self._count]
+            if self._writes:
+                self._copy(block, pages, row, load=False)
+
+    def copy_in(self, pages: np.ndarray, rows: Sequence[int], blocks: Sequence[int]) -> None:
+        """See `GroupPages.copy_in`."""
+        for block, row in zip(blocks, rows, strict=True):
+            if self._covered is not None:
+                self._loaded[block] = self._head(pages, row)[0]
+            self._copy(block, pages, row, load=True)
+
+    def complete(self, blocks: Sequence[int]) -> bool:
+        """Note that all parts of a row were loaded. Returns whether they are of the same state."""
+        assert self._covered is not None
+        covered = self._loaded[list(blocks)]
+        self._covered[blocks[0] // self._count] = covered[0]
+        return bool((covered == covered[0]).all())
+
+    def _head(self, pages: np.ndarray, row: int) -> np.ndarray:
+        head: np.ndarray = pages[row, PAGE_HEAD_BYTES : self._begin].view(np.int64)
+        return head
+
+    def _copy(self, block: int, pages: np.ndarray, row: int, *, load: bool) -> None:
+        size, (at, part) = self.num_bytes - self._begin, divmod(block, self._count)
+        start = part * size  # of the states of all layers
+        begin = max(start, self._first)
+        end = min(start + size, self._first + self._pool.shape[1])
+        if begin >= end:
+            return
+        in_pool = self._pool[at, begin - self._first : end - self._first]
+        in_page: Any = pages[row, self._begin + begin - start : self._begin + end - start]
+        if not self._on_host:
+            in_page = torch.from_numpy(in_page)
+        source, target = (in_page, in_pool) if load else (in_pool, in_page)
+        if self._on_host:
+            target[...] = source
+        else:
+            target.copy_(source, non_blocking=True)
+
+
 def group_pages(
     groups: Sequence[KVGroup],
     local_groups: Sequence[KVGroup],
@@ -263,7 +346,7 @@ def group_pages(
         heads_first: a block's bytes are ordered by heads, the layout of the native kernels; else
             they are [block_size, kv_heads, ...].
     """
-    if cache.storages[0].device.type != "cpu":
+    if cache.storages and cache.storages[0].device.type != "cpu":
         return tuple(DevicePages(group, cache, share.block_size) for group in groups)
     pairs = zip(groups, local_groups, strict=True)
     return tuple(HostPages(*pair, cache, share, heads_first=heads_first) for pair in pairs)

@@ -93,6 +93,8 @@ class StateSpec:
 
 AUTO = "auto"  # the model's dtype
 PAGE_HEAD_BYTES = 64  # header of a page of a tier, before the bytes of its block (nn/pages.py)
+STATE_HEAD_BYTES = 8  # after it in pages of states: how many tokens the state covers
+MAX_STATE_PAGES = 1 << 16
 SYNONYMS = {"fp8_e4m3": "fp8", "bfloat16": "bf16"}  # names in other engines
 
 
@@ -310,3 +312,15 @@ def block_bytes(groups: Sequence[KVGroup], block_size: int) -> int:
             alike = spec.format, spec.num_kv_heads, group.shares
             need[alike] = max(need[alike], layers * scales)
     return block_size * sum(need.values())
+
+
+def state_pages(state_bytes: int, block_page: int) -> tuple[int, int]:
+    """Return how many pages of a tier hold the states of a request, and the bytes of each. They are
+    not larger than a page of a block, since all pages in memory have places of one size.
+
+    Args:
+        block_page: bytes of the largest page of a block.
+    """
+    head = PAGE_HEAD_BYTES + STATE_HEAD_BYTES
+    count = min(-(-state_bytes // max(1, block_page - head)), MAX_STATE_PAGES)
+    return count, head + -(-state_bytes // count)

@@ -238,7 +238,7 @@ class EngineNetwork:
         if self.ranks is not None and (blocks or states):
             self.ranks.send(CopyCaches(list(blocks), list(states)))
         self.states.copy(states)
-        if blocks:
+        if blocks and self.kv.storages:  # a stage may have only layers with states
             storages = self.kv.storages
             source, target = upload(np.array(blocks), storages[0].device).unbind(1)
             for storage in storages:

@@ -23,7 +23,8 @@ from kvik.attention.select import NATIVE
 from kvik.config.config import ResolvedConfig
 from kvik.errors import ConfigError
 from kvik.files import shared_memory
-from kvik.nn.pages import GroupPages, PagePart, group_pages
+from kvik.nn.pages import GroupPages, PagePart, StatePages, group_pages
+from kvik.spec.kv import STATE_BYTES
 from kvik.spec.shares import PipelineStage
 from kvik.worker.graphs import EngineNetwork
 from kvik.worker.group import CopyPages, EarlierStages, OpenPages, OtherRanks, RankSetup
@@ -34,18 +35,34 @@ _NUMBER = struct.Struct("<q")
 
 
 def own_pages(
-    config: ResolvedConfig, network: EngineNetwork, setup: RankSetup | None
+    config: ResolvedConfig,
+    network: EngineNetwork,
+    setup: RankSetup | None,
+    covered: np.ndarray | None = None,
 ) -> tuple[GroupPages, ...]:
     """Return the copiers of the part that this process has of each page.
 
     Args:
         setup: of its group; None: it has all heads.
+        covered: of the table of requests; None: another process has it.
     """
     block_size = config.cache.block_size
     share = PagePart(block_size) if setup is None else PagePart(block_size, setup.rank, setup.size)
     native = config.runner.attention_backend == NATIVE
-    groups = config.cache.groups
-    return group_pages(groups, network.groups, network.kv, share, heads_first=native)
+    groups, tiers = config.cache.groups, config.cache.tiers
+    pages = group_pages(groups, network.groups, network.kv, share, heads_first=native)
+    if tiers is None or not tiers.state_pages:
+        return pages
+    layers = config.model.layers[: 0 if network.stage is None else network.stage.layers.start]
+    states = StatePages(
+        network.states.pool,
+        STATE_BYTES * sum(layer.state.size for layer in layers if layer.state),
+        tiers.page_bytes[-1],
+        tiers.state_pages,
+        covered,
+        writes=setup is None or not setup.rank,  # each process of a group has all states
+    )
+    return *pages, states
 
 
 class PageMemory:

@@ -104,8 +104,12 @@ class Worker:
         with on_device(self._device):
             network = self._build(config, clock, copies, memory, setup, stages)
             if config.cache.tiers is not None:  # last, as it opens files
+                assert self._runner is not None
+                covered = self._runner.table.covered
+                if covered is None:
+                    covered = np.zeros(config.state_rows, np.int32)
                 self._mover = page_mover(
-                    config, network, setup, token, replays=replays, computed=computed
+                    config, network, setup, token, covered, replays=replays, computed=computed
                 )
         if runner.attention_backend == NATIVE:
             # torch does little in a step, and its threads busy-wait, also for each other.
@@ -322,18 +326,22 @@ def page_mover(
     network: EngineNetwork,
     setup: RankSetup | None,
     token: bytes,
+    covered: np.ndarray,
     *,
     replays: bool,
     computed: ComputedPages | None,
 ) -> PageMover:
     """Make the page mover for the tiers of an engine.
 
+    Args:
+        covered: [rows of states], tokens that each state covers.
+
     Raises:
         ConfigError: a tier cannot be used.
     """
     tiers, runner = config.cache.tiers, config.runner
     assert tiers is not None
-    pages = own_pages(config, network, setup)
+    pages = own_pages(config, network, setup, covered)
     assert tuple(group_pages.num_bytes for group_pages in pages) == tiers.page_bytes
     folder: PageFolder | None = None
     fingerprint = b""

@@ -16,7 +16,7 @@ from kvik.cli.flags import Parser, add_model, add_option_flags, given_options
 from kvik.cli.terminal import say, say_report, share_bar
 from kvik.config.config import EngineConfig, Notes, Tiers, check_config, read_tiers
 from kvik.config.memory import StepSize
-from kvik.config.resolve import tier_sizes, unkept
+from kvik.config.resolve import tier_sizes
 from kvik.errors import ConfigError
 from kvik.options import Integer, Number, normalised, option, options_of
 from kvik.planner.cost import columns, count, seconds
@@ -124,9 +124,6 @@ def simulated(question: Question, options: Replicas) -> SimulatedEngine:
     if blocks < 1:
         raise ConfigError("hardware", f"{device.name} has no memory left for a KV block")
     tiers = None if options.kv_tiers is None else read_tiers(options.kv_tiers)
-    reason = unkept(shape.architecture, encoder=False, states=shape.state_bytes > 0)
-    if tiers is not None and reason:
-        raise ConfigError("kv_tiers", f"must be left out: {reason}")
     return SimulatedEngine(
         blocks,
         options.block_size,
@@ -136,7 +133,7 @@ def simulated(question: Question, options: Replicas) -> SimulatedEngine:
         shape.max_context,
         cache.groups,
         cache.checkpoints,
-        tier_sizes(tiers, cache.groups, options.block_size, Notes()),
+        tier_sizes(tiers, cache.groups, options.block_size, Notes(), state_bytes=shape.state_bytes),
         options.memory_rate * 1e9,
         options.disk_rate * 1e9,
     )
