@@ -15,14 +15,23 @@ from hypothesis import strategies as st
 from kvik.nn.kv_formats import KVCache, allocate_kv
 from kvik.nn.pages import (
     DevicePages,
+    DeviceStatePages,
     GroupPages,
     PageName,
     PagePart,
+    StatePages,
     group_pages,
     is_good,
     seal,
 )
-from kvik.spec.kv import PAGE_HEAD_BYTES, KVCacheSpec, KVGroup, group_layers, stored_as
+from kvik.spec.kv import (
+    PAGE_HEAD_BYTES,
+    KVCacheSpec,
+    KVGroup,
+    group_layers,
+    state_pages,
+    stored_as,
+)
 from kvik.spec.shares import cut_groups, kv_share, stage_groups
 
 Maker = Callable[[Sequence[KVGroup], KVCache], Sequence[GroupPages]]
@@ -221,3 +230,40 @@ def test_native_copies_are_those_of_numpy(format: str, monkeypatch: pytest.Monke
                 one.copy_out([block], found[0], [row])
         with pytest.raises(IndexError):
             one.copy_in(found[0][:, : one.num_bytes - 1], [0], [0])
+
+
+@pytest.mark.parametrize("block_page", [80, 100, 5000])
+@pytest.mark.parametrize("kind", [StatePages, DeviceStatePages])
+def test_a_state_is_restored_in_another_row(kind: type[StatePages], block_page: int) -> None:
+    """Also by two stages, which have the states of the first two and of the last layer."""
+    pool = torch.randn(4, 30)
+    count, size = state_pages(4 * 30, block_page)
+    assert size <= max(block_page, 73) and (count == 1) == (block_page > 300)
+    covered = np.arange(4, dtype=np.int32)
+    whole = kind(pool, 0, size, count, covered)
+    pages = np.full((count, size + 3), 255, np.uint8)
+    whole.copy_out(range(2 * count, 3 * count), pages, range(count))
+    stages = [pool[:, :17].clone(), pool[:, 17:].clone()]
+    parts = [
+        kind(stages[0], 0, size, count),
+        kind(stages[1], 4 * 17, size, count, np.arange(4, dtype=np.int32)),
+    ]
+    same = np.full_like(pages, 255)
+    for part in parts:
+        part.copy_out(range(2 * count, 3 * count), same, range(count))
+        part.copy_in(pages, range(count), range(count))
+    assert np.array_equal(same, pages)
+    assert torch.equal(torch.cat(stages, 1)[0], pool[2])
+    whole.copy_in(pages, range(count), range(3 * count, 4 * count))
+    assert whole.complete(range(3 * count, 4 * count))
+    assert torch.equal(pool[3], pool[2]) and covered.tolist() == [0, 1, 2, 2]
+
+
+def test_pages_of_two_copies_of_a_state_do_not_fit() -> None:
+    """They were made after different numbers of drafts."""
+    covered = np.array([5, 6, 0], np.int32)
+    states = StatePages(torch.randn(3, 30), 0, 72 + 60, 2, covered)
+    pages = np.zeros((2, 72 + 60), np.uint8)
+    states.copy_out([0, 3], pages, [0, 1])
+    states.copy_in(pages, [0, 1], [4, 5])
+    assert not states.complete([4, 5])

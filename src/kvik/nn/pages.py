@@ -128,6 +128,10 @@ class GroupPages(Protocol):
         """Copy rows of pages to blocks."""
         ...
 
+    def complete(self, blocks: Sequence[int]) -> bool:
+        """Note that all pages of a load were copied to blocks. Returns whether they fit."""
+        ...
+
 
 class HostPages:
     """`GroupPages` of a cache on a CPU."""
@@ -188,6 +192,10 @@ class HostPages:
                 target = part[block * self._shares]
                 target[...] = pages[row, first:end].reshape(target.shape)
 
+    def complete(self, blocks: Sequence[int]) -> bool:
+        """See `GroupPages.complete`."""
+        return True
+
     def _copy(
         self, blocks: Sequence[int], pages: np.ndarray, rows: Sequence[int], *, load: bool
     ) -> None:
@@ -236,6 +244,10 @@ class DevicePages:
             for tensor, first in self._parts:
                 tensor.index_copy_(0, at, _within(assembled, tensor, first))
 
+    def complete(self, blocks: Sequence[int]) -> bool:
+        """See `GroupPages.complete`."""
+        return True
+
     def _begin(
         self, pages: np.ndarray, rows: Sequence[int], blocks: Sequence[int]
     ) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
@@ -252,10 +264,8 @@ class DevicePages:
 
 
 class StatePages:
-    """`GroupPages` of states: "block" row * count + part is a part of a row of the pool.
-
-    Copies to and from a GPU are put on the current stream, like those of `DevicePages`.
-    """
+    """`GroupPages` of states on a CPU: "block" row * count + part is a part of a row of the
+    pool."""
 
     def __init__(
         self,
@@ -278,10 +288,7 @@ class StatePages:
         """
         self.num_bytes, self._count, self._first, self._writes = num_bytes, count, first, writes
         self._begin = PAGE_HEAD_BYTES + STATE_HEAD_BYTES
-        self._on_host = pool.device.type == "cpu"
-        self._pool: Any = pool.view(torch.uint8)
-        if self._on_host:
-            self._pool = self._pool.numpy()
+        self._pool = self._bytes_of(pool)  # [rows, bytes] uint8
         self._covered = covered
         rows = 0 if covered is None else len(covered)
         self._loaded = np.zeros(rows * count, np.int64)  # [parts], how many tokens each covers
@@ -302,7 +309,9 @@ class StatePages:
             self._copy(block, pages, row, load=True)
 
     def complete(self, blocks: Sequence[int]) -> bool:
-        """Note that all parts of a row were loaded. Returns whether they are of the same state."""
+        """See `GroupPages.complete`. The parts of a row must be of the same state."""
+        if not blocks:
+            return True
         assert self._covered is not None
         covered = self._loaded[list(blocks)]
         self._covered[blocks[0] // self._count] = covered[0]
@@ -320,14 +329,28 @@ class StatePages:
         if begin >= end:
             return
         in_pool = self._pool[at, begin - self._first : end - self._first]
-        in_page: Any = pages[row, self._begin + begin - start : self._begin + end - start]
-        if not self._on_host:
-            in_page = torch.from_numpy(in_page)
+        in_page = pages[row, self._begin + begin - start : self._begin + end - start]
+        self._move(in_page, in_pool, load=load)
+
+    def _bytes_of(self, pool: Tensor) -> Any:
+        return pool.view(torch.uint8).numpy()
+
+    def _move(self, in_page: np.ndarray, in_pool: Any, *, load: bool) -> None:
         source, target = (in_page, in_pool) if load else (in_pool, in_page)
-        if self._on_host:
-            target[...] = source
-        else:
-            target.copy_(source, non_blocking=True)
+        target[...] = source
+
+
+class DeviceStatePages(StatePages):
+    """`GroupPages` of states on a GPU. Copies are put on the current stream, as by `DevicePages`;
+    the host reads and writes how many tokens a state covers at once."""
+
+    def _bytes_of(self, pool: Tensor) -> Any:
+        return pool.view(torch.uint8)
+
+    def _move(self, in_page: np.ndarray, in_pool: Any, *, load: bool) -> None:
+        on_host = torch.from_numpy(in_page)
+        source, target = (on_host, in_pool) if load else (in_pool, on_host)
+        target.copy_(source, non_blocking=True)
 
 
 def group_pages(

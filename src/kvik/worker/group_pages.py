@@ -23,7 +23,7 @@ from kvik.attention.select import NATIVE
 from kvik.config.config import ResolvedConfig
 from kvik.errors import ConfigError
 from kvik.files import shared_memory
-from kvik.nn.pages import GroupPages, PagePart, StatePages, group_pages
+from kvik.nn.pages import DeviceStatePages, GroupPages, PagePart, StatePages, group_pages
 from kvik.spec.kv import STATE_BYTES
 from kvik.spec.shares import PipelineStage
 from kvik.worker.graphs import EngineNetwork
@@ -54,7 +54,8 @@ def own_pages(
     if tiers is None or not tiers.state_pages:
         return pages
     layers = config.model.layers[: 0 if network.stage is None else network.stage.layers.start]
-    states = StatePages(
+    kind = StatePages if network.states.pool.device.type == "cpu" else DeviceStatePages
+    states = kind(
         network.states.pool,
         STATE_BYTES * sum(layer.state.size for layer in layers if layer.state),
         tiers.page_bytes[-1],

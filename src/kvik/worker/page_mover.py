@@ -34,9 +34,9 @@ from kvik.core.plan import (
     SchedulerOutput,
 )
 from kvik.core.types import PageSource
-from kvik.nn.pages import GroupPages, StatePages
 
 if TYPE_CHECKING:
+    from kvik.nn.pages import GroupPages
     from kvik.worker.peer_tier import PageServer
 
 log = logging.getLogger(__name__)
@@ -366,16 +366,11 @@ class PageMover:
     def _unfit(self, loading: Loading) -> list[int]:
         """Return the pages of a state if they are of several copies of it, with different
         drafts."""
-        states = self._pages[-1]
-        if not isinstance(states, StatePages):
+        last, pages = len(self._pages) - 1, enumerate(loading.load.pages)
+        parts = {i: block for i, (key, block, _) in pages if key[0] == last}
+        if not parts.keys().isdisjoint(loading.failed):
             return []
-        group = len(self._pages) - 1
-        parts = {
-            i: block for i, (key, block, _) in enumerate(loading.load.pages) if key[0] == group
-        }
-        if not parts or not parts.keys().isdisjoint(loading.failed):
-            return []
-        return [] if states.complete([*parts.values()]) else [*parts]
+        return [] if self._pages[last].complete([*parts.values()]) else [*parts]
 
     def _read(
         self, load: PageLoad, job: list[int], scratch: np.ndarray
