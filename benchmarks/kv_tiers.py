@@ -111,7 +111,7 @@ def first(options: Namespace) -> None:
     disk = f"disk:{options.folder}:8GiB"
     for name, tiers in (("memory", "memory:1GiB"), ("disk", disk)):
         cold, warm = [], []
-        with engine(options, blocks, tokens + 16, kv_tiers=tiers) as llm:
+        with engine(options, blocks, tokens + 16, kv_tiers=tiers, max_num_seqs=1) as llm:
             seconds_to_first(llm, prompt(tokens // 4, 99))
             seconds_to_first(llm, prompt(tokens, 0), 0)
             for i in range(1, options.repeats + 1):

@@ -198,13 +198,32 @@ def test_a_lent_prompt_has_its_state(tokens: int) -> None:
     assert other.num_cached_tokens == 8
 
 
-def test_states_of_a_failed_step_leave_the_tiers() -> None:
-    sim = Simulation(replace(TIERS, depth=2))
-    sim.add(PROMPT)
-    sim.step()
-    sim.step_fails = True
-    sim.step()
-    sim.drain()
-    assert not [key for key in sim.scheduler.moves.index.tiers["memory"].pages if key[0]]
-    for hit in (0, 8):
-        assert served(sim, PROMPT).num_cached_tokens == hit
+def test_a_state_of_a_failed_step_leaves_the_tiers() -> None:
+    """It is stored while the step that copied it is in flight, as its request has ended."""
+    for first in range(9):
+        sim = Simulation(replace(TIERS, depth=2))
+        sim.worker.num_drafts = 3
+        (request,) = sim.add([first, *PROMPT], 20, stop_ids=frozenset())
+        while not sim.scheduler._state_copies or len(request.token_ids) < 13:
+            sim.plan()
+            sim.deliver()
+        sim.step_fails = True
+        sim.plan()
+        sim.end(request)
+        assert sim.planned().stores
+        sim.drain()
+        sim.scheduler.kv.checkpoints.clear()
+        served(sim, request.token_ids, 4)
+
+
+def test_a_state_is_not_stored_before_the_plan_that_copies_it() -> None:
+    sim = Simulation(TIERS)
+    request = served(sim, PROMPT, 1)
+    kv, moves = sim.scheduler.kv, sim.scheduler.moves
+    moves.index.clear()
+    prefix = kv.prefix_key(request, 8)
+    row = sim.setup.max_num_seqs + kv.checkpoints.index_of(prefix)
+    for copied, stores in (({row}, False), ((), True)):
+        kv.checkpoints.for_tiers.append(prefix)
+        moves.begin(sim.now, copied)
+        assert bool(moves._stores) is stores

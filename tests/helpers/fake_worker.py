@@ -323,6 +323,8 @@ class FakeWorker:
             for slot in plan.slots:
                 self.rows[slot].broken = True
                 self.pool[slot] = {}
+            for _, target in plan.state_copies:
+                self.pool[target] = {}
         for cut in plan.budget_cuts:
             self._cut(cut)
         if fails:

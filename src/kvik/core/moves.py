@@ -239,11 +239,11 @@ class Moves:
         blocks = self.kv.hold(reach.cached, num_blocks)
         if blocks is None:
             return False
-        state = None
-        early = not set(copied).isdisjoint(blocks)  # the load might come before the copy
-        if not early:
-            state = self._reserve(request, reach, copied_rows)
-        if early or (reach.state is not None and state is None):
+        if not set(copied).isdisjoint(blocks):  # the load might come before the copy
+            self.kv.pool.release([*blocks, *reach.cached])
+            return False
+        state = self._reserve(request, reach, copied_rows)
+        if reach.state is not None and state is None:
             self.kv.pool.release([*blocks, *reach.cached])
             return False
         if state is not None:
