@@ -550,12 +550,14 @@ def tier_sizes(
     pages = tuple(PAGE_HEAD_BYTES + group.bytes_per_token * block_size for group in groups)
     largest = max(pages)
     count, page_of_states = state_pages(state_bytes, largest) if state_bytes else (0, 0)
-    least, states = largest + count * max(largest, page_of_states), ""
+    min_bytes, states = largest + count * max(largest, page_of_states), ""
     if count:
         states = f", with {show_bytes(count * page_of_states)} for each state"
     for name, size in (("memory", tiers.memory), ("disk", tiers.disk)):
-        if 0 < size < least:
-            reason = f"must have at least {least} bytes for one page of {block_size} tokens{states}"
+        if 0 < size < min_bytes:
+            reason = (
+                f"must have at least {min_bytes} bytes for one page of {block_size} tokens{states}"
+            )
             raise CapacityError(TIERS, f"{reason}; {name} has {size}")
     parts = [
         f"{name} {show_bytes(size)} (about {size // sum(pages) * block_size:,} tokens)"

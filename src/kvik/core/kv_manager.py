@@ -397,8 +397,8 @@ class KVCacheManager:
         tables = [
             [*ids, block] for ids, block in zip(tables, blocks, strict=True) if block is not None
         ]
-        whole = len(tables) == len(blocks)
-        return PrefixMatch(tokens, tables, match.num_shared) if whole else match
+        is_cached = len(tables) == len(blocks)
+        return PrefixMatch(tokens, tables, match.num_shared) if is_cached else match
 
     def _longest_cached(self, hashes: list[bytes]) -> PrefixMatch:
         """Match the longest prefix for which every group has the blocks it needs and, if layers

@@ -600,13 +600,13 @@ class Moves:
                 map(is_stored, self._state_keys(prefix))
             )
 
-        length = whole = kv.usable_length(hashes, usable, is_there)
+        length = num_blocks = kv.usable_length(hashes, usable, is_there)
         while length and not has_state(hashes[length - 1]):
             length = kv.usable_length(hashes, length - 1, is_there)
         keys, tokens = self._visible(hashes[:length], length * size), length * size
         swapped = request.num_kept_tokens
         full = swapped // size
-        reached = full <= whole if kv.checkpoints is not None else full == length
+        reached = full <= num_blocks if kv.checkpoints is not None else full == length
         if reached and tokens < swapped <= request.num_cacheable_tokens and swapped % size:
             partial = partial_hash(request, full, swapped, size)
             rest = [(group, partial) for group in range(len(kv.groups))]
