@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from helpers.faults import raising
 from helpers.http_server import until
+from helpers.matrix import make_model
 from helpers.optional_native import needs_native
 
 from kvik import LLM, SamplingParams
@@ -146,9 +147,14 @@ def damage(path: Path, rng: random.Random) -> None:
     path.write_bytes(data)
 
 
-def test_damaged_pages_never_change_a_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["bundled", "states"])
+def test_damaged_pages_never_change_a_token(name: str, tmp_path: Path) -> None:
     asked, tiers, rng = prompts(3), f"disk:{tmp_path / 'kv'}:1GiB", random.Random(1)
-    with LLM(**TINY, kv_tiers=tiers) as llm:
+    model = make_model(name, tmp_path)
+    if name == "states":  # few checkpoints, so that states are loaded
+        model |= {"max_num_seqs": 1}
+        asked = [[5 + token % 91 for token in prompt] for prompt in asked]
+    with LLM(**{**TINY, **model}, kv_tiers=tiers) as llm:
         first = texts(llm, asked)
         for _ in range(6):
             for path in sorted((tmp_path / "kv").glob("*/*/*.kv")):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers.faulty_line import Fault, FaultyLine
 from helpers.http_server import until
-from helpers.matrix import OBJECT
+from helpers.matrix import OBJECT, make_model
 from helpers.optional_native import needs_native
 from helpers.served_columns import played_again
 
@@ -329,6 +329,41 @@ def test_what_was_fetched_is_computed_again_for_a_replay(
     assert main(["replay", str(file)]) == 0, capsys.readouterr()
     played = played_again(resolved, file)  # reports the missing pages
     assert "a page that was loaded" in played.difference.what
+
+
+def test_states_are_fetched_with_the_pages_of_their_blocks(tmp_path: Path, capsys) -> None:
+    """Of a prompt, and of a request that continues within a block; also in a replay."""
+    model = {**make_model("states", tmp_path), "max_model_len": 250}
+    prompt = [5 + token % 91 for token in PROMPT]
+    config = EngineConfig(role="decode", **{**TINY, **model})
+    resolved, file = resolve_config(config), tmp_path / "flight"
+    with closing(engine("prefill", **model)) as lender:
+        params = GREEDY.with_changes(max_tokens=1)
+        last = run(lender, EngineRequest("a", prompt, params, lends=True))[-1]
+        begun = EngineRequest("b", prompt[:90], GREEDY)
+        lender.add(begun)
+        first: list[RequestDelta] = []
+        while len(answer(first)) < 5:
+            first += lender.step()
+        lender.hand_over("b")
+        while first[-1].finish_reason is None:
+            first += lender.step()
+        settle(lender)
+        sources = last.page_source, first[-1].handed.source
+        assert [source.num_tokens for source in sources] == [192, 94]
+        requests = [EngineRequest("a", prompt, GREEDY, source=last.page_source)]
+        requests.append(resumed(begun, first[-1].handed))
+        with closing(load_loop(resolved, file, token=TOKEN)) as loop:
+            found = [answer(run(loop, request)) for request in requests]
+            assert computed(loop) <= len(PROMPT) - 192 + 1
+            assert loop.stats().moves.tiers[0].failed == 0
+    with closing(engine("both", **model)) as alone:
+        right = [
+            answer(run(alone, EngineRequest(r.request_id, r.prompt_token_ids, GREEDY)))
+            for r in requests
+        ]
+    assert [found[0], answer(first) + found[1]] == right
+    assert main(["replay", str(file)]) == 0, capsys.readouterr()
 
 
 def test_leases_end_with_their_blocks(prefiller: EngineLoop) -> None:

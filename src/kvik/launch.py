@@ -42,7 +42,7 @@ from kvik.config.speculative import (
     SpeculativeConfig,
 )
 from kvik.config.units import show_bytes
-from kvik.core.config import CacheConfig, SchedulerConfig, TierSizes
+from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.core.structured import Grammars
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import Engine, EngineLoop
@@ -390,7 +390,7 @@ def _computed(resolved: ResolvedConfig, prompts: Sequence[EngineRequest]) -> Com
 
     tiers = resolved.cache.tiers
     assert tiers is not None
-    sizes = TierSizes(tiers.page_bytes, disk=sys.maxsize)
+    sizes = replace(tiers, memory=0, disk=sys.maxsize, peers=False, lends=False)
     keeps = replace(resolved, cache=replace(resolved.cache, tiers=sizes))
     computed = ComputedPages()
     worker = load_worker(keeps, replays=True, computed=computed)
