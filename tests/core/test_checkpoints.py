@@ -8,6 +8,7 @@ import pytest
 from helpers.simulation import Setup, Simulation
 from helpers.windows import Seen, chunks
 
+from kvik.core.block_pool import BlockPool
 from kvik.core.types import Request
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]  # two blocks of four tokens, and two more
@@ -227,3 +228,17 @@ def test_a_state_is_not_stored_before_the_plan_that_copies_it() -> None:
         kv.checkpoints.for_tiers.append(prefix)
         moves.begin(sim.now, copied)
         assert bool(moves._stores) is stores
+
+
+def test_a_long_prefix_without_a_state_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sim = Simulation(replace(TIERS, max_model_len=200))
+    (request,) = sim.add([*range(160)], 1)
+    sim.drain()
+    kv, moves = sim.scheduler.kv, sim.scheduler.moves
+    moves.forget_states(request.block_hashes)
+    kv.checkpoints.clear()
+    match, looks = kv.match(request), list[int]()
+    lookup = BlockPool.lookup
+    monkeypatch.setattr(BlockPool, "lookup", lambda *of: looks.append(1) or lookup(*of))
+    assert moves.num_reachable(request, match) == match.num_tokens == 0
+    assert len(looks) <= 2 * 40

@@ -601,8 +601,11 @@ class Moves:
             )
 
         length = num_blocks = kv.usable_length(hashes, usable, is_there)
-        while length and not has_state(hashes[length - 1]):
-            length = kv.usable_length(hashes, length - 1, is_there)
+        while length:
+            hit = next((n for n in range(length, 0, -1) if has_state(hashes[n - 1])), 0)
+            if hit == length:
+                break
+            length = kv.usable_length(hashes, hit, is_there)
         keys, tokens = self._visible(hashes[:length], length * size), length * size
         swapped = request.num_kept_tokens
         full = swapped // size
