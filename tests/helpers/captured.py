@@ -207,7 +207,7 @@ class _ForwardWarmUps(WarmUps):
 
     def steps(self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes) -> WarmUp:
         calls = forwards(network, (8, 1), sizes, network.kv.layers[0].k.shape[1], spec.max_context)
-        return WarmUp(calls, self._joined.warming_up)
+        return WarmUp(calls, self._joined.peers(network).warming_up)
 
 
 @contextmanager
@@ -245,11 +245,12 @@ def captured_groups(
         blocks = -(-max_context // block_size)
         inputs = DeviceInputs(most, len(network.groups), blocks, CPU, sizes)
         memory = GraphMemory(ROOMY, 0)
+        peers = self.joined.peers(network)
         graphs = DecodeGraphs(
-            network, inputs, again, sizes, block_size, max_context, lambda: 0.0, memory, self.joined
+            network, inputs, again, sizes, block_size, max_context, lambda: 0.0, memory, peers
         )
         made.append((graphs, again))
-        return self.joined.steps(graphs, inputs)
+        return self.joined.steps(network, graphs, inputs)
 
     select = platforms.select_backend
     with pytest.MonkeyPatch.context() as patch:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import pytest
+from helpers.optional_native import needs_native
 
 from kvik import LLM, SamplingParams
 from kvik.config.draft_heads import HeadsSpec
@@ -217,12 +218,36 @@ class DefinedHead(Protocol):
         ...
 
 
+PROCESSES = {"threads": 4}  # that several processes share
 HEAD_WAYS: dict[str, dict[str, Any]] = {
     "native": {},
     "torch": {"kernels": "torch"},
     "chunks": {"max_num_batched_tokens": 17, "block_size": 8},
     "preemption": {"num_blocks": 12},
+    "two processes": {**PROCESSES, "tensor_parallel_size": 2},
+    "three processes": {**PROCESSES, "tensor_parallel_size": 3},
+    "two processes, torch": {**PROCESSES, "tensor_parallel_size": 2, "kernels": "torch"},
+    "fast cut": {
+        **PROCESSES,
+        "tensor_parallel_size": 2,
+        "kernels": "torch",
+        "tensor_parallel_cut": "fast",
+    },
 }
+
+
+FAST_WAYS = ("two processes",)
+
+
+def head_ways(*leave_out: str) -> list[object]:
+    """Return the ways as parameters of tests in a module that uses the fixture `forked`."""
+    ways = []
+    for way, options in HEAD_WAYS.items():
+        several = PROCESSES.items() <= options.items()
+        full = [pytest.mark.full] if several and way not in FAST_WAYS else []
+        if way not in leave_out:
+            ways.append(pytest.param(way, marks=[needs_native, *full] if several else ()))
+    return ways
 
 
 def head_prompts() -> list[list[int]]:

@@ -196,6 +196,9 @@ def _activations() -> list[Case]:
     def times(rows: int, dim: int, scale: float, m: Maker) -> Arguments:
         return m.normal(rows, dim, scale=scale), 0.3
 
+    def pair(rows: int, dim: int, scale: float, m: Maker) -> Arguments:
+        return m.normal(rows, dim, scale=scale), m.normal(rows, dim + 3, scale=scale)
+
     def split(rows: int, dim: int, scale: float, m: Maker) -> Arguments:
         return m.normal(rows, dim, scale=scale), 0.7, 1.4
 
@@ -207,6 +210,7 @@ def _activations() -> list[Case]:
     for rows, dim, scale in ((1, 704, 1.0), (7, 33, 1.0), (3, 1, 1.0), (4, 65, 50.0)):
         name = f"{rows}x{dim}@{scale:g}"
         cases.append(Case("scaled", name, partial(times, rows, dim, scale)))
+        cases.append(Case("joined", name, partial(pair, rows, dim, scale)))
         cases.append(Case("xielu", name, partial(split, rows, dim, scale)))
         cases.append(Case("softcap", name, partial(capped, rows, dim, scale), written=(0,)))
         for kind in every:

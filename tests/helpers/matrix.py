@@ -74,6 +74,9 @@ class Column:
         return not chosen and self.config.get("block_size", LANES) % LANES == 0
 
 
+TWO = {"tensor_parallel_size": 2, "threads": 2}
+STAGES = {"pipeline_parallel_size": 2, "threads": 2}
+BOTH = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "threads": 4}
 SQUEEZED = {"num_blocks": 12, "block_size": 16}  # blocks of each KV group
 MEMORY_TIER = {"kv_tiers": "memory:64MiB"}
 DISK_TIER = {"kv_tiers": "disk:{folder}:1GiB"}

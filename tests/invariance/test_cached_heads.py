@@ -15,7 +15,11 @@ from helpers.matrix import (
     ALL_OF_IT,
     BITS,
     COLUMNS,
+    MEMORY_TIER,
     SERVED,
+    SQUEEZED,
+    TWO,
+    Column,
     by_tier,
     checked_bits,
     checked_tokens,
@@ -29,15 +33,22 @@ from kvik.config.draft_heads import is_assistant
 from kvik.engine.output import RequestOutput
 from kvik.spec.fields import read_json
 
-TIERS = ("swap, siblings, three steps in flight", "disk tier", "moved")  # not with states
+TIERS = (  # not with states
+    *("swap, siblings, three steps in flight", "disk tier", "moved", "tp2, swap, siblings"),
+)
 NAMES = (
     *("torch", "sdpa", "chunks of 5", "prefix hits, chunks", "no prefix cache", "preemption"),
     *("preemption, chunks", "blocks of 8", "two threads", "siblings", "siblings, preemption"),
     *("three steps in flight, siblings", "wire, preemption", "recorded", ALL_OF_IT.name, *TIERS),
 )
 EVERY = [c for c in [*COLUMNS, *SERVED, ALL_OF_IT] if c.name in NAMES]
+DIVIDED = [
+    Column("tp2, hits, chunks", {**TWO, "max_num_batched_tokens": 16}, rounds=2, must="hits"),
+    Column("tp2, preemption, siblings", {**TWO, **SQUEEZED}, siblings=2, must="preemptions"),
+    Column("tp2, swap, siblings", {**SQUEEZED, **MEMORY_TIER, **TWO}, siblings=2, must="swaps"),
+]
 APART = {"eagle3": save_eagle3, "assistant": save_assistant}  # in a folder of their own
-FAST = ("torch", "prefix hits, chunks", "preemption, chunks")
+FAST = ("torch", "prefix hits, chunks", "preemption, chunks", "tp2, hits, chunks")
 
 
 def pairs(columns: Sequence[object]) -> list[object]:
@@ -88,8 +99,8 @@ def check(outputs: list[RequestOutput]) -> None:
 ON_ALL = by_tier(EVERY, [c for c in EVERY if c.name in FAST])
 IN_BITS = [
     pytest.param(c, marks=() if c.name in FAST else pytest.mark.full)
-    for c in EVERY
-    if c.name in {c.name for c in BITS}
+    for c in [*EVERY, *DIVIDED]
+    if c in DIVIDED or c.name in {c.name for c in BITS}
 ]
 
 
@@ -99,6 +110,7 @@ def test_tokens_do_not_depend_on_the_head(model, expected, column):
 
 
 @needs_native
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(("model", "column"), pairs(IN_BITS), indirect=["model"])
 def test_native_logprobs_have_the_same_bits(model, one_at_a_time, column, caplog):
     check(checked_bits(with_room(column), model, "bfloat16", one_at_a_time, **options(model)))

@@ -9,12 +9,15 @@ from helpers.calibrated import FAMILIES as CALIBRATED
 from helpers.drafted_columns import EAGER, METHODS, SPECULATION
 from helpers.drafters import Scripted, install, with_probability
 from helpers.matrix import (
+    BOTH,
     CONTEXT,
     DISK_TIER,
     FORMATS,
     MEMORY_TIER,
     SQUEEZED,
+    STAGES,
     TIGHT,
+    TWO,
     Column,
     checked_bits,
     make_model,
@@ -34,11 +37,8 @@ from kvik.spec.weights import SCHEMES
 
 pytestmark = [needs_native, pytest.mark.usefixtures("forked")]
 
-TWO = {"tensor_parallel_size": 2, "threads": 2}
 FOUR = {"tensor_parallel_size": 4, "threads": 4}
-STAGES = {"pipeline_parallel_size": 2, "threads": 2}
 TIGHT_STAGES = {**TIGHT, **STAGES, "max_num_seqs": 4}  # each stage has requests that share a step
-BOTH = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "threads": 4}
 COLUMNS = [
     Column("tp2", TWO),
     Column("tp4", FOUR),

@@ -14,6 +14,7 @@ import pytest
 from helpers.calibrated import FAMILIES as CALIBRATED
 from helpers.captured import captured_groups
 from helpers.drafted_columns import EAGER, METHODS
+from helpers.eagle3 import save_eagle3
 from helpers.matrix import (
     CONTEXT,
     DISK_TIER,
@@ -27,6 +28,7 @@ from helpers.matrix import (
     run_column,
 )
 from helpers.optional_native import needs_native
+from helpers.predicting import save_predicting
 from helpers.stored_models import CONFIGS as STORED
 from helpers.stored_models import SIZES, save_quantised
 from helpers.thread_ranks import use_threads
@@ -109,10 +111,10 @@ def test_replayed_steps_of_all_processes(model, name, tmp_path, monkeypatch) -> 
     assert all(again.replayed > MIN_MISSES and graphs.captured for graphs, again in made)
 
 
-def batch_on_torch(**options: object) -> list[list[int]]:
+def batch_on_torch(model: Path = BUNDLED, **options: object) -> list[list[int]]:
     common = {"device": "cpu", "max_model_len": CONTEXT, "max_num_seqs": 4, **TORCH}
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    with LLM(str(BUNDLED), **{**common, **options}) as llm:
+    with LLM(str(model), **{**common, **options}) as llm:
         loop = llm._loop
         while loop.idle_step():
             pass
@@ -134,6 +136,27 @@ def test_a_size_is_captured_by_all_processes_or_by_none(failing, monkeypatch, ca
     else:
         assert captured == [set(), set()] and replays == {0}
         assert "not all steps can be captured" in caplog.text
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["mimo", "eagle3"])
+def test_forwards_of_a_head_are_captured_by_all_processes(case, tmp_path, monkeypatch) -> None:
+    drafting = {"spec_method": "mtp", **EAGER}
+    if case == "eagle3":
+        save_eagle3(tmp_path)
+        drafting |= {"spec_method": "eagle3", "spec_model": str(tmp_path / "head")}
+        model = tmp_path / "model"
+    else:
+        save_predicting(tmp_path, case)
+        model = tmp_path
+    expected = batch_on_torch(model, threads=1)
+    use_threads(monkeypatch)
+    with captured_groups(1, 4, max_context=CONTEXT) as made:
+        assert batch_on_torch(model, **FAST, **drafting) == expected
+    assert len(made) == 4  # two networks in two processes
+    assert all({size.rows for size in graphs.captured} == {1, 4} for graphs, _ in made)
+    replays = sorted(again.replayed for graphs, again in made if graphs.network.drafts)
+    assert replays[0] == replays[1] > MIN_MISSES
 
 
 @cache

@@ -24,6 +24,7 @@ from kvik.config.memory import (
 from kvik.config.speculative import (
     CACHING_METHODS,
     DEFAULT_TOKENS,
+    DIVIDED_METHODS,
     OFF,
     DraftSource,
     ResolvedSpeculation,
@@ -500,9 +501,11 @@ def with_drafter(
         kv_cache_dtype=AUTO,
         kv_cache_dtype_skip_layers=(),
         mapped=built.weight_bytes if built else None,
-        # It is whole on a machine, also if each stage is on one of its own.
-        stage_ends=() if footprint.stage_bytes else footprint.stage_ends,
+        # In the last stage; whole in its first process, or in all shares of its group.
+        stage_ends=(),
         stage_bytes=(),
+        ranks=footprint.ranks if options.method in DIVIDED_METHODS else 1,
+        repeated=0,
         counted=None,
     )
     return replace(footprint, draft=draft, taps=len(source.taps))

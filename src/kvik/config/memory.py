@@ -343,7 +343,7 @@ class Footprint:
         added = self.draft.weights if self.draft else 0
         added += self.heads.weights if self.heads else 0
         if self.adapters is not None:
-            added += self.adapters.weights * (1 if self._one_of_several else self.ranks)
+            added += self.adapters.weights * self._ranks_here
         if self.stage_bytes:
             return max(self.stage_bytes) + added
         if self.mapped is not None:
@@ -386,13 +386,20 @@ class Footprint:
     @cached_property
     def block_bytes(self) -> int:
         """Bytes of a block, with the keys and values of a draft model in it."""
-        drafting = 0
-        if self.draft is not None:
-            drafting = sum(group.bytes_per_token for group in self.draft.groups) * self.block_size
         of_ranks = max if self._one_of_several else sum
         stages = [stage_groups(self.groups, layers) for layers in self._stage_layers]
         sizes = [of_ranks(self._rank_bytes(groups)) for groups in stages]
+        drafting = self.draft_bytes_per_token * self.block_size
         return (max(sizes) if self.stage_bytes else sum(sizes)) + drafting
+
+    @cached_property
+    def draft_bytes_per_token(self) -> int:
+        """Bytes of the keys and values of a draft model for a token, in its processes."""
+        if (draft := self.draft) is None:
+            return 0
+        parts = (cut_groups(draft.groups, rank, draft.ranks) for rank in range(draft.ranks))
+        each = [sum(group.bytes_per_token for group in groups) for groups in parts]
+        return max(each) if draft._one_of_several else sum(each)
 
     @cached_property
     def _stage_layers(self) -> list[range]:
@@ -415,9 +422,12 @@ class Footprint:
     @property
     def _processes(self) -> int:
         """Number of processes on a machine."""
-        if self._one_of_several:
-            return 1
-        return self.ranks * (1 if self.stage_bytes else max(1, len(self.stage_ends)))
+        return self._ranks_here * (1 if self.stage_bytes else max(1, len(self.stage_ends)))
+
+    @property
+    def _ranks_here(self) -> int:
+        """Number of processes of a group whose memory is planned together."""
+        return 1 if self._one_of_several else self.ranks
 
     @property
     def _block_cost(self) -> int:
@@ -572,9 +582,9 @@ class Footprint:
         step = size.of_draft_model
         if self.taps:  # it computes the tokens of each step
             step = replace(size, max_draft_rows=0)
-            # The residual streams, all of them joined, and those of some tokens; the head's inputs,
-            # and what they are made of.
-            copies = 3 * self.taps + 3 + 3
+            # The residual streams, two and all of them joined, and what the head reads of them; its
+            # inputs, their parts and those of some tokens.
+            copies = draft._ranks_here * (3 * self.taps + 6)
             tables += copies * size.max_num_batched_tokens * self.spec.hidden_size * self._item
         return draft.activations(step) + tables + self._drawn(size)
 
@@ -589,7 +599,7 @@ class Footprint:
         and the distributions of its drafts. Its weights, keys and values are those of a layer."""
         states = size.max_num_batched_tokens * self.spec.hidden_size * self._item
         tape = self._tape(replace(size, max_draft_rows=0)) if self._taped else 0
-        return 5 * states + tape + self._drawn(size)
+        return self._ranks_here * (6 * states + tape) + self._drawn(size)
 
     def _pooling(self, size: StepSize) -> int:
         """Vectors of prompts, in host memory."""
@@ -607,8 +617,7 @@ class Footprint:
         """Return the bytes of the states of running requests, of all checkpoints, and of the recent
         queries of layers with a budget."""
         rows = size.max_num_seqs + self.num_checkpoints(size)
-        copies = 1 if self._one_of_several else self.ranks
-        states = copies * self._state_bytes * rows  # each process has all of them
+        states = self._ranks_here * self._state_bytes * rows  # each process has all of them
         if self.draft is not None:
             states += DRAFT_STATES * size.max_num_seqs * self.draft.spec.state_bytes
         return states + size.max_num_seqs * self._recent_queries

@@ -49,7 +49,7 @@ from kvik.config.parallel import (
     stages_reason,
 )
 from kvik.config.speculative import (
-    ALONE_METHODS,
+    DIVIDED_METHODS,
     EAGLE3,
     MTP,
     NO_SOURCE,
@@ -260,8 +260,8 @@ def as_drafting(
     Raises:
         ConfigError: the model does not support this method.
     """
-    if options.method in ALONE_METHODS:
-        _check_alone(options.method, spec, ends, ranks)
+    if options.method in DIVIDED_METHODS:
+        _check_divided(options.method, spec, ends, ranks)
     if options.method == MTP:
         spec = _predicting(spec)
     if ends and options.method == EAGLE:
@@ -276,8 +276,8 @@ def as_drafting(
     return replace(spec, layers=tuple(layers))
 
 
-def _check_alone(method: str, spec: ModelSpec, ends: tuple[int, ...], ranks: int) -> None:
-    """Check what heads need that read the hidden states of all tokens.
+def _check_divided(method: str, spec: ModelSpec, ends: tuple[int, ...], ranks: int) -> None:
+    """Check what methods need that read hidden states or keys of all tokens.
 
     Raises:
         ConfigError: the engine does not have it.
@@ -287,9 +287,9 @@ def _check_alone(method: str, spec: ModelSpec, ends: tuple[int, ...], ranks: int
             f"must be another one than {method}: it reads all keys, of which kv_budget drops some"
         )
         raise ConfigError("spec_method", reason)
-    for name, processes in (("tensor_parallel_size", ranks), ("pipeline_parallel_size", len(ends))):
-        if processes > 1:
-            raise ConfigError(name, f"must be 1 with {method}: one process reads all hidden states")
+    if ends:
+        reason = f"must be 1 with {method}: one stage reads all hidden states"
+        raise ConfigError("pipeline_parallel_size", reason)
 
 
 def _predicting(spec: ModelSpec) -> ModelSpec:

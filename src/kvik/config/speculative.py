@@ -33,7 +33,8 @@ TREE_METHODS = ("medusa", "eagle")
 CACHING_METHODS = ("draft_model", EAGLE3, MTP)  # store keys and values of drafts
 # Methods that sample drafts if the tokens of their request are sampled.
 DRAWING_METHODS = (*CACHING_METHODS, ASSISTANT)
-ALONE_METHODS = (EAGLE3, MTP, ASSISTANT)  # need one process with all layers
+# Read hidden states or keys of the model in every step: the model's processes compute them, too.
+DIVIDED_METHODS = (EAGLE3, MTP, ASSISTANT)
 METHODS = (*MODEL_METHODS, *OWN_METHODS, OFF)
 # Facts of the options that apply to one method only.
 MODELS_ALONE, NGRAM_ALONE, SUFFIX_ALONE = (
@@ -176,6 +177,11 @@ class ResolvedSpeculation:
     def trees(self) -> bool:
         """Whether the drafts of a request are the nodes of a tree."""
         return self.method in TREE_METHODS
+
+    @property
+    def divided(self) -> bool:
+        """Whether the processes of a group share what drafts, as they share the model."""
+        return self.method in DIVIDED_METHODS
 
     @property
     def draws(self) -> bool:

@@ -395,11 +395,11 @@ class Decoder:
 class Predictor:
     """The head of a model that predicts the token after the next one; see `PredictorSpec`.
 
-    A forward reads tokens and hidden states from `inputs`, because no operation joins two tensors;
-    its hidden state may take the place of the model's to predict one more token.
+    A forward reads the hidden states of the tokens before its tokens from `hidden`; its own hidden
+    state may take the place of the model's to predict one more token.
 
     Attributes:
-        inputs: [most tokens of a step, 2 * hidden], which the worker allocates.
+        hidden: [most tokens of a step, hidden], which the worker allocates.
     """
 
     def __init__(
@@ -413,6 +413,7 @@ class Predictor:
         inner, hidden = builder.at(names.scope.format(spec.num_layers)), spec.hidden_size
         norm = layer_norms(spec, inner, names.offset)
         self.norms = norm(names.embedding), norm(names.hidden)
+        self.joined = inner.joined()
         self.join = inner.linear(names.join, 2 * hidden, hidden, bias=False)
         block = inner.at(names.layer) if names.layer else inner
         self.layer = make_layer(
@@ -422,28 +423,19 @@ class Predictor:
         self.hidden_first = names.hidden_first
         self.model = model
         self.turned = model.turned[spec.last_attending]
-        self.inputs: Tensor | None = None
-
-    def read(self, ids: Tensor, hidden: Tensor) -> None:
-        """Set the inputs of the next forward.
-
-        Args:
-            ids: [tokens]. hidden: [tokens, hidden], the hidden states of the tokens before them.
-        """
-        assert self.inputs is not None
-        parts = [self.norms[0](self.model.embed(ids)), self.norms[1](hidden)]
-        width = hidden.shape[1]
-        for i, part in enumerate(parts[::-1] if self.hidden_first else parts):
-            self.inputs[: len(ids), i * width : (i + 1) * width].copy_(part)
+        self.hidden: Tensor | None = None
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """ids [tokens], which only give their number -> hidden [tokens, hidden]."""
+        """ids [tokens] -> hidden [tokens, hidden]."""
         return self.leave(self.blocks(self.enter(ids, ctx), ctx))
 
     def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """ids [tokens] -> the joined inputs, [tokens, hidden]."""
-        assert self.inputs is not None
-        return self.join(self.inputs[: len(ids)], ctx)
+        """ids [tokens] -> their embeddings and `hidden`, joined, [tokens, hidden]."""
+        assert self.hidden is not None
+        embedded = self.norms[0](self.model.embed(ids))
+        hidden = self.norms[1](self.hidden[: len(ids)])
+        pair = (hidden, embedded) if self.hidden_first else (embedded, hidden)
+        return self.join(self.joined(*pair), ctx)
 
     def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor | None:
         return None

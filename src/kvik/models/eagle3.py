@@ -3,8 +3,9 @@ model at three depths, and then from its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING
 
 from kvik.models.decoder import QKV, layer_norms
@@ -35,17 +36,18 @@ class Eagle3Head:
     """The head as a network: its tokens are those that it drafts, and its hidden states are not
     normalised.
 
-    A forward reads `inputs` and `residual`, because no operation joins two tensors.
+    A forward reads `hidden`: the model's residual streams of the tokens before, as `onward` joins
+    them, or the head's own.
 
     Attributes:
-        inputs: [most tokens of a step, 2 * hidden], which the worker allocates.
-        residual: [most tokens of a step, hidden], likewise.
-        embed: ids [tokens] -> [tokens, hidden], of the model.
+        hidden: [most tokens of a step, hidden], which the worker allocates.
+        embed_target: ids [tokens] -> [tokens, hidden], of the model.
     """
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:
         hidden, heads, dim = spec.hidden_size, spec.num_heads, spec.head_dim
         (layer,), kv_heads = spec.layers, spec.num_kv_heads
+        self.joined = builder.joined()
         self.join = builder.linear("fc", TAPS * hidden, hidden, bias=False)
         block = builder.at("midlayer", "layers.0")
         norm = layer_norms(spec, block)
@@ -64,43 +66,35 @@ class Eagle3Head:
         self.ropes = [builder.rope(rope, width) for rope, width in spec.rotations]
         builder.ignore("embed_tokens.weight", "d2t", "t2d")
         self.normed = spec.wiring == NORMED
-        self.inputs: Tensor | None = None
-        self.residual: Tensor | None = None
-        self.embed: Callable[[Tensor], Tensor] | None = None
+        self.hidden: Tensor | None = None
+        self.embed_target: Callable[[Tensor], Tensor] | None = None
 
-    def read(self, ids: Tensor, hidden: Tensor) -> None:
-        """Set the inputs of the next forward.
-
-        Args:
-            ids: [tokens]. hidden: [tokens, 3 * hidden], residual streams of the tokens before them,
-                or [tokens, hidden], its own.
-        """
-        assert self.inputs is not None and self.residual is not None and self.embed is not None
-        count, width = len(ids), self.residual.shape[1]
-        stream = hidden if hidden.shape[1] == width else self.join(hidden)
-        normed = self.norms[1](stream)
-        self.inputs[:count, :width].copy_(self.norms[0](self.embed(ids)))
-        self.inputs[:count, width:].copy_(normed)
-        self.residual[:count].copy_(normed if self.normed else stream)
+    def onward(self, hidden: Tensor, taps: Sequence[Tensor]) -> Tensor:
+        """taps, residual streams of the model [tokens, hidden] each -> what the head reads of
+        them, [tokens, hidden]."""
+        return self.join(reduce(self.joined, taps))
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """ids [tokens], which only give their number -> hidden [tokens, hidden]."""
+        """ids [tokens] -> hidden [tokens, hidden]."""
         return self.leave(self.blocks(self.enter(ids, ctx), ctx))
 
     def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """ids [tokens] -> [tokens, hidden]."""
-        assert self.residual is not None
-        return self.residual[: len(ids)]
+        """ids [tokens] -> their embeddings, normalised, [tokens, hidden]."""
+        assert self.embed_target is not None
+        return self.norms[0](self.embed_target(ids))
 
     def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor | None:
         return None
 
     def blocks(self, x: Tensor, ctx: ForwardContext, span: slice = ALL) -> Tensor:
-        """Take x [tokens, hidden] through the layer."""
-        assert self.inputs is not None
-        q, k, v = self.qkv(self.inputs[: len(x)], ctx)
+        """Take embeddings x [tokens, hidden] and `hidden` through the layer."""
+        assert self.hidden is not None
+        stream = self.hidden[: len(x)]
+        normed = self.norms[1](stream)
+        q, k, v = self.qkv(self.joined(x, normed), ctx)
         rotation = self.ropes[0].at(ctx.positions) if self.ropes else None
-        x = self.o(self.attend(q, k, v, ctx, rotation), ctx, x)
+        residual = normed if self.normed else stream
+        x = self.o(self.attend(q, k, v, ctx, rotation), ctx, residual)
         return self.mlp(self.mlp_norm(x), ctx, x)
 
     def leave(self, x: Tensor) -> Tensor:

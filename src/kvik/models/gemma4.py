@@ -11,7 +11,7 @@ Published models come with an assistant, which drafts their next tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -176,7 +176,7 @@ class Gemma4Assistant(Decoder):
     """A small model that drafts the next tokens of another Gemma 4, whose keys and values it reads:
     each layer has only queries, for those of the model's last layer of its kind.
 
-    A forward reads `inputs`: the model's embedding of a token, then the hidden state before it,
+    A forward reads the model's embedding of a token, and from `hidden` the hidden state before it,
     which is the model's or a projection of its own. All drafts of a proposal are at the position of
     the newest token, so they see the same keys.
 
@@ -184,7 +184,7 @@ class Gemma4Assistant(Decoder):
     matrix; here all rows are read.
 
     Attributes:
-        inputs: [rows, 2 * width], which the worker allocates.
+        hidden: [most tokens of a step, width], which the worker allocates.
         embed_target: ids [rows] -> [rows, width], of the model.
     """
 
@@ -193,26 +193,25 @@ class Gemma4Assistant(Decoder):
         Args:
             spec: its `embedding_size` is the width of the model.
         """
-        hidden, self.width = spec.hidden_size, spec.embedding_size
-        self.join = builder.linear("pre_projection", 2 * self.width, hidden, bias=False)
-        self.project = builder.linear("post_projection", hidden, self.width, bias=False)
+        hidden, width = spec.hidden_size, spec.embedding_size
+        self.joined = builder.joined()
+        self.join = builder.linear("pre_projection", 2 * width, hidden, bias=False)
+        self.project = builder.linear("post_projection", hidden, width, bias=False)
         builder.skip("masked_embedding")
         scales = replace(spec.scales, logits_cap=None)
         spec = replace(spec, embedding_size=hidden, scales=scales)
         super().__init__(spec, builder, Gemma4Layer, scopes=("model",))
-        self.inputs: Tensor | None = None
+        self.hidden: Tensor | None = None
         self.embed_target: Callable[[Tensor], Tensor] | None = None
 
-    def read(self, ids: Tensor, hidden: Tensor) -> None:
-        """Set the inputs of the next forward: ids [rows], hidden [rows, width]."""
-        assert self.inputs is not None and self.embed_target is not None
-        self.inputs[: len(ids), : self.width].copy_(self.embed_target(ids))
-        self.inputs[: len(ids), self.width :].copy_(hidden)
+    def onward(self, hidden: Tensor, taps: Sequence[Tensor]) -> Tensor:
+        """Its hidden [rows, hidden] -> what its next forward reads, [rows, width]."""
+        return self.project(hidden)
 
     def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """ids [rows], which only give their number -> [rows, hidden]."""
-        assert self.inputs is not None
-        return self.join(self.inputs[: len(ids)], ctx)
+        """ids [rows] -> [rows, hidden]."""
+        assert self.hidden is not None and self.embed_target is not None
+        return self.join(self.joined(self.embed_target(ids), self.hidden[: len(ids)]), ctx)
 
 
 def gemma4(spec: ModelFacts, builder: LayerBuilder) -> Decoder:

@@ -78,6 +78,7 @@ from kvik.spec.declare import (
     XIELU_NAMES,
     Declaration,
     ExpertNames,
+    Join,
     LayerBuilder,
     LinearLayer,
     PositionTable,
@@ -878,6 +879,9 @@ class Builder(LayerBuilder):
 
     def scaled_sum(self, factor: float) -> ScaledSum:
         return ScaledSum(self.ops, factor)
+
+    def joined(self) -> Join:
+        return self.ops.joined
 
     def pooled(self, spec: PoolingSpec) -> PooledHead:
         """Return the layers over pooled vectors, by full names of the checkpoint. In fp32: they

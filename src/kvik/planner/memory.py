@@ -193,8 +193,7 @@ class MemoryPlanner:
         size = self._sized(at.context, at.batch)
         parts = self._planned(size)
         cached, states = part.kv_bytes(at.context, at.kv_format), footprint.states(size)
-        for group in footprint.draft.groups if footprint.draft else ():
-            cached += at.context * group.bytes_per_token
+        cached += at.context * footprint.draft_bytes_per_token
         return Memory(
             limit=parts.limit,
             weights=parts.weights,

@@ -21,7 +21,7 @@ from kvik.config.draft_heads import (
 from kvik.config.hardware import Hardware, detect, find_gpus
 from kvik.config.memory import HeadsFootprint, Limit
 from kvik.config.model_source import CONFIG
-from kvik.config.speculative import ALONE_METHODS, MTP, NO_SOURCE, OWN_HEAD, DraftSource
+from kvik.config.speculative import DIVIDED_METHODS, MTP, NO_SOURCE, OWN_HEAD, DraftSource
 from kvik.errors import ConfigError, ModelError
 from kvik.options import FORMERLY, Integer, Number, OneOf, Text, normalised, option
 from kvik.planner.calibration import calibration_path
@@ -403,13 +403,15 @@ def _draft_cost(shape: ModelShape, at: Setting, question: Question) -> float:
 
 
 def draft_seconds(shape: ModelShape, at: Setting) -> float:
-    """Return the expected time to draft a token for each request, with the draft on one device.
-    Heads are read from memory, with the model's head if they have none."""
+    """Return the expected time to draft a token for each request, with the draft on one device,
+    unless its matrices are divided as the model's are. Heads are read from memory, with the model's
+    head if they have none."""
     if not at.source.path:
         return 0.0
+    shares = 1 if at.exact else at.tp
     if at.source == OWN_HEAD:
         read = (*shape.layers[-1].matrices, *(m for m in shape.matrices if m.role == "head"))
-        size = sum(shape.read_of(matrix, at.weight_format, at.batch) for matrix in read)
+        size = sum(shape.read_of(matrix, at.weight_format, at.batch) for matrix in read) / shares
         return size / at.device.read_rate(size)
     if (heads := at.source.heads) is not None:
         head = (m for m in shape.matrices if m.role == "head" and not heads.own_logits)
@@ -417,9 +419,9 @@ def draft_seconds(shape: ModelShape, at: Setting) -> float:
         size += HeadsFootprint(heads, shape.working_dtype(at.weight_format), heads.depth).weights
         size /= heads.depth if heads.kind == MEDUSA else 1  # Medusa's heads draft together
         return size / at.device.read_rate(size)
-    if at.source.method in ALONE_METHODS:  # each draft reads all its weights
+    if at.source.method in DIVIDED_METHODS:  # each draft reads all its weights
         assert at.source.spec is not None
-        size = at.source.spec.weight_bytes(shape.working_dtype(at.weight_format), "none")
+        size = at.source.spec.weight_bytes(shape.working_dtype(at.weight_format), "none") / shares
         return size / at.device.read_rate(size)
     draft = replace(read_shape(at.source.path), kernels=shape.kernels)
     step = decode(at.group, min(at.context, draft.max_context))

@@ -324,6 +324,8 @@ StateLayer: TypeAlias = "Callable[[Tensor, ForwardContext], Tensor]"
 RecurrentLayer: TypeAlias = "Callable[[Tensor, Tensor, ForwardContext], Tensor]"
 # x, residual [tokens, hidden] -> residual + x times a constant
 Sum: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
+# x [tokens, dim], y [tokens, other] -> [tokens, dim + other]
+Join: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 # x [tokens, dim], gate [tokens, dim or fewer, for equal parts of x] -> x times a function of gate
 Gated: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 # x [tokens, dim] -> x times a number, or a number of each column
@@ -916,6 +918,9 @@ class LayerBuilder:
         return _LISTED
 
     def scaled_sum(self, factor: float) -> Sum:
+        return _LISTED
+
+    def joined(self) -> Join:
         return _LISTED
 
     def scaled_columns(self, factors: Sequence[tuple[int, float]]) -> Scale:

@@ -82,7 +82,7 @@ class CpuTape(Graph):
     def run(self, batch: InputBatch) -> StepOutput:
         """Run a step. The batch must be in the recorded inputs; see `replay`."""
         tokens, samples = batch.input_ids.shape[0], batch.logits_indices.shape[0]
-        step = RunStep(tokens, len(batch.slots), samples)
+        step = RunStep(tokens, len(batch.slots), samples, self.network.drafts)
         return self.replay(step, batch.layouts[0].tree is not None)
 
     def replay(self, step: RunStep, has_trees: bool) -> StepOutput:

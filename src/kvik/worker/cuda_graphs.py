@@ -160,7 +160,7 @@ class DecodeGraphs(Graph):
                 zero_rows(samples, output.logits),
                 zero_rows(samples, output.top),
                 zero_rows(samples, output.top_ids),
-                tuple(zero_rows(tokens, tap) for tap in output.taps),
+                tuple(zero_rows(tokens, states) for states in output.onward),
             )
             self._memory.share(sum(tensor.nbytes for tensor in self._output.tensors))
         for buffer, part in zip(self._output.tensors, output.tensors, strict=True):

@@ -112,23 +112,29 @@ class StepOutput:
         logits: [sampling rows, vocab] fp32.
         top, top_ids: [sampling rows] fp32 and int64, the largest logit of each row and its token;
             see `Ops.largest`.
-        taps: [tokens, hidden] each, of `EngineNetwork.taps`.
+        onward: what `EngineNetwork.onward` returns, [tokens, width]; (): there is none.
     """
 
     hidden: Tensor
     logits: Tensor
     top: Tensor
     top_ids: Tensor
-    taps: tuple[Tensor, ...] = ()
+    onward: tuple[Tensor, ...] = ()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.hidden, self.logits, self.top, self.top_ids, *self.taps
+        return self.hidden, self.logits, self.top, self.top_ids, *self.onward
 
     def first(self, tokens: int, samples: int) -> StepOutput:
         """Return the first tokens and sampling rows."""
         rows = (self.logits[:samples], self.top[:samples], self.top_ids[:samples])
-        return StepOutput(self.hidden[:tokens], *rows, tuple(tap[:tokens] for tap in self.taps))
+        onward = tuple(states[:tokens] for states in self.onward)
+        return StepOutput(self.hidden[:tokens], *rows, onward)
+
+    @property
+    def drafted_from(self) -> Tensor:
+        """What a network that drafts reads next, [tokens, width]."""
+        return self.onward[0] if self.onward else self.hidden
 
 
 class Graph:
@@ -159,7 +165,12 @@ class EngineNetwork:
         pooling, pooled: how hidden states become a vector or score; None: the model does not
             specify a pooling, or there is no head after it.
         generates: it has logits of tokens.
-        taps: layers before which the residual stream is part of the output of a step.
+        drafting: a network that reads the hidden states of this one and drafts, of which the same
+            processes have the same shares; None: there is none.
+        hidden: for such a network, [most tokens, width] that its forwards read; None: it is none.
+        taps: layers before which `onward` reads the residual stream.
+        onward: hidden [tokens, hidden] and the residual streams -> what the network that drafts
+            reads; None: it reads the hidden states.
         adapters: from which requests choose; None: there are none.
     """
 
@@ -175,7 +186,10 @@ class EngineNetwork:
     pooling: PoolingSpec | None = None
     pooled: PooledHead | None = None
     generates: bool = True
+    drafting: EngineNetwork | None = None
+    hidden: Tensor | None = None
     taps: tuple[int, ...] = ()
+    onward: Callable[[Tensor, Sequence[Tensor]], Tensor] | None = None
     adapters: AdapterSlots | None = None
 
     def forward(
@@ -211,15 +225,27 @@ class EngineNetwork:
         if not self.generates:
             return StepOutput(hidden, hidden[:0], hidden[:0], hidden[:0])
         logits = self.model.logits(self.ops.gather_rows(hidden, logits_indices))
-        kept = () if taps is None else tuple(taps.kept)
-        return StepOutput(hidden, logits, *self.ops.largest(logits), kept)
+        onward: tuple[Tensor, ...] = ()
+        if self.onward is not None:
+            onward = (self.onward(hidden, () if taps is None else taps.kept),)
+        return StepOutput(hidden, logits, *self.ops.largest(logits), onward)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it drafts from hidden states of another network."""
+        return self.hidden is not None
+
+    def read(self, hidden: Tensor) -> None:
+        """Set what the next forward of a network that drafts reads: [tokens, width]."""
+        assert self.hidden is not None
+        self.hidden[: len(hidden)].copy_(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits of rows of `StepOutput.hidden`: [rows, hidden] -> [rows, vocab] fp32."""
         if self.ranks is None:
             return self.model.logits(hidden)
         hidden = self.ranks.share(hidden)
-        with self.ranks.jointly(ReadLogits(len(hidden))):
+        with self.ranks.jointly(ReadLogits(len(hidden), self.drafts)):
             hidden = self.ranks.spread(hidden)
             return self.model.logits(hidden).clone()  # from memory that the next call uses
 

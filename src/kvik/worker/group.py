@@ -23,11 +23,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """Run the recorded forward over the inputs in the shared memory."""
+    """Run a recorded forward over its inputs in the shared memory.
+
+    Attributes:
+        drafts: that of the network that drafts; see `EngineNetwork.drafting`.
+    """
 
     tokens: int
     seqs: int
     samples: int
+    drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +43,36 @@ class SentStep:
     Attributes:
         inputs: inputs of the step: name -> (shape, bytes).
         block_copies, state_copies: copies to make before it; see `CopyCaches`.
+        drafts: as in `RunStep`.
     """
 
     inputs: dict[str, tuple[list[int], bytes]]
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     state_copies: list[tuple[int, int]] = field(default_factory=list)
+    drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureStep:
-    """Capture steps of a size in a group of torch.distributed; see `DecodeGraphs.capture`."""
+    """Capture steps of a size in a group of torch.distributed; see `DecodeGraphs.capture`.
+
+    Attributes:
+        drafts: as in `RunStep`.
+    """
 
     number: int
+    drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class WarmUpStep:
-    """Make the next call of the warm-up in such a group."""
+    """Make the next call of the warm-up in such a group.
+
+    Attributes:
+        drafts: as in `RunStep`.
+    """
+
+    drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +93,14 @@ class MoveTokens:
 
 @dataclass(frozen=True, slots=True)
 class ReadLogits:
-    """Compute the logits of the first rows of the shared memory."""
+    """Compute the logits of the first rows of the shared memory.
+
+    Attributes:
+        drafts: by the network that drafts.
+    """
 
     rows: int
+    drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

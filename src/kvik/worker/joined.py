@@ -5,6 +5,7 @@ exchanges data. The first process sends the inputs of each step, and all run it 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +19,7 @@ from kvik.errors import ConfigError
 from kvik.kernels.cut_ops import cut_ops
 from kvik.kernels.ops import Ops
 from kvik.worker.captures import CapturePeers
-from kvik.worker.graphs import Graph, StepOutput
+from kvik.worker.graphs import EngineNetwork, Graph, StepOutput
 from kvik.worker.group import CaptureStep, Message, OtherRanks, RankSetup, SentStep, WarmUpStep
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.step_inputs import StepInputs, packed
@@ -44,6 +45,7 @@ class Joined(CapturePeers):
         if device.type != "cpu" and not torch.distributed.is_nccl_available():
             raise ConfigError("tensor_parallel_size", "must be 1 on GPUs: this torch has no NCCL")
         self._fast, self._ranks, self._device = runner.fast_cut, peers, device
+        self._drafts = False  # the captured forwards are of the network that drafts
         self.group = connect(
             device, setup.file, setup.rank, setup.size, lambda: peers is not None and peers.lost
         )
@@ -56,19 +58,30 @@ class Joined(CapturePeers):
         """Return attention over this process's heads; `backend` uses the operations of `ops`."""
         return SharedHeads(backend, self.group, fast=self._fast)
 
-    def steps(self, graph: Graph, inputs: StepInputs) -> tuple[Graph, StepInputs]:
-        """Return how steps run in this process. The first process waits until the others have
-        loaded, and then sends them each step."""
+    def steps(
+        self, network: EngineNetwork, graph: Graph, inputs: StepInputs
+    ) -> tuple[Graph, StepInputs]:
+        """Return how steps run in this process. The first process sends the others each step."""
         if self._ranks is None:
             return graph, inputs
-        self._ranks.wait_loaded(self.group)
-        sent = SentInputs(inputs)
-        return SentSteps(graph, sent, self._ranks, self.group), sent
+        sent = SentInputs(inputs, drafts=network.drafts)
+        return SentSteps(network, graph, sent, self._ranks, self.group), sent
+
+    def wait_loaded(self) -> None:
+        """See `Platform.wait_loaded`."""
+        if self._ranks is not None:
+            self._ranks.wait_loaded(self.group)
+
+    def peers(self, network: EngineNetwork) -> Joined:
+        """Return this object for captures of a network's forwards."""
+        peers = copy(self)
+        peers._drafts = network.drafts
+        return peers
 
     # The first process decides these, and all processes take part; see `CapturePeers`.
 
     def capturing(self, number: int) -> AbstractContextManager[None]:
-        return self._jointly(CaptureStep(number))
+        return self._jointly(CaptureStep(number, self._drafts))
 
     def agree(self, done: bool) -> bool:
         vote = torch.tensor([done], dtype=torch.uint8, device=self._device)
@@ -77,7 +90,7 @@ class Joined(CapturePeers):
     def warming_up(self) -> AbstractContextManager[None]:
         """Return a context in which this process makes its next call of the warm-up, and the others
         do too."""
-        return self._jointly(WarmUpStep())
+        return self._jointly(WarmUpStep(self._drafts))
 
     def _jointly(self, message: Message) -> AbstractContextManager[None]:
         return nullcontext() if self._ranks is None else self._ranks.jointly(message)
@@ -86,8 +99,12 @@ class Joined(CapturePeers):
 class SentInputs(StepInputs):
     """Inputs of the first process, kept to send them to the others."""
 
-    def __init__(self, inputs: StepInputs) -> None:
-        self.fixed = inputs.fixed
+    def __init__(self, inputs: StepInputs, *, drafts: bool) -> None:
+        """
+        Args:
+            drafts: of a network that drafts, whose next forward reads again what is not put anew.
+        """
+        self.fixed, self._drafts = inputs.fixed, drafts
         self._inputs = inputs
         self._putting: dict[str, np.ndarray] = {}
         self._sent: dict[str, np.ndarray] = {}
@@ -97,20 +114,27 @@ class SentInputs(StepInputs):
         return self._inputs.put(name, array)
 
     def send(self) -> None:
-        self._sent, self._putting = self._putting, {}
+        kept = self._sent if self._drafts else {}
+        self._sent, self._putting = {**kept, **self._putting}, {}
         self._inputs.send()
 
     def step(self) -> SentStep:
         """Return the step whose inputs were sent last."""
-        return SentStep(packed(self._sent))
+        return SentStep(packed(self._sent), drafts=self._drafts)
 
 
 class SentSteps(Graph):
     """Steps of the first process, which all processes compute together."""
 
     def __init__(
-        self, graph: Graph, inputs: SentInputs, peers: OtherRanks, group: TorchGroup
+        self,
+        network: EngineNetwork,
+        graph: Graph,
+        inputs: SentInputs,
+        peers: OtherRanks,
+        group: TorchGroup,
     ) -> None:
+        self._network = network
         self._graph, self._inputs, self._ranks, self._group = graph, inputs, peers, group
 
     def prepare(self) -> None:
@@ -127,5 +151,13 @@ class SentSteps(Graph):
         """
         with self._ranks.jointly(self._inputs.step()):
             # On a GPU, only the first process's device may know tokens of the step before.
-            self._group.spread(batch.input_ids)
+            spread_inputs(self._group, self._network, batch.input_ids)
             return self._graph.run(batch)
+
+
+def spread_inputs(group: TorchGroup, network: EngineNetwork, ids: Tensor) -> None:
+    """Let all processes have the first one's tokens [tokens] and, for a network that drafts, the
+    hidden states that it reads."""
+    group.spread(ids)
+    if network.hidden is not None:
+        group.spread(network.hidden[: len(ids)])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
@@ -12,7 +13,11 @@ import torch
 from kvik.attention.base import AttentionBackend
 from kvik.config.config import ResolvedConfig
 from kvik.config.memory import DRAFT_STATES
+from kvik.config.speculative import EAGLE3, ResolvedSpeculation
 from kvik.errors import ModelError
+from kvik.models.decoder import Decoder, Predictor
+from kvik.models.eagle3 import Eagle3Head
+from kvik.models.gemma4 import Gemma4Assistant
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder
 from kvik.nn.checkpoint import Checkpoint
@@ -25,12 +30,14 @@ from kvik.nn.lora import AdapterSlots, merged
 from kvik.nn.parts import FreshStorage, Storage
 from kvik.spec.declare import Network
 from kvik.spec.engine_folder import Manifest
-from kvik.spec.kv import KVGroup
+from kvik.spec.kv import KVGroup, group_layers
+from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.shares import PipelineStage, cut_groups, stage_groups
 from kvik.worker.engine_cache import cache_of, manifest_of
 from kvik.worker.graphs import EngineNetwork
 from kvik.worker.group import RankSetup
 from kvik.worker.platforms import Platform, PlatformParts, on_device, platform
+from kvik.worker.step_inputs import StepSizes
 
 # Making the weights of an engine folder: a model is loaded as usual, and written with its layout in
 # memory.
@@ -177,7 +184,79 @@ def load_share(
     network = load_network(
         config, platform, config.model, path, groups, runner.quantization, stage=stage
     )
-    return network if setup is None else replace(network, ranks=setup.ranks)
+    if setup is not None:
+        network = replace(network, ranks=setup.ranks)
+    speculation = config.speculation
+    if speculation is not None and speculation.divided and (stage is None or stage.last):
+        network = _with_drafting(config, speculation, platform, setup, network)
+    return network
+
+
+def _with_drafting(
+    config: ResolvedConfig,
+    speculation: ResolvedSpeculation,
+    platform: Platform,
+    setup: RankSetup | None,
+    target: EngineNetwork,
+) -> EngineNetwork:
+    """Return the model with its share of the network that drafts from its hidden states or keys.
+
+    Raises:
+        ModelError: see `load_network`; or the model gives such a network nothing to read.
+    """
+    source, model, spec = speculation.source, target.model, config.model
+    if not isinstance(model, Decoder):
+        reason = f"{spec.architecture} shows no hidden states of its layers"
+        raise ModelError("spec_method", f"must not be {speculation.method}: {reason}")
+    head: Network | None = model.predictor
+    drafting = target
+    if source.spec is not None:
+        kv: KVCache | None = target.kv
+        groups = tuple(map(_before_newest, target.groups))
+        if speculation.method == EAGLE3:
+            specs = source.spec.kv_specs(DTYPE_BYTES[config.runner.dtype])
+            groups, kv = group_layers(specs, separate=True), None
+            groups = groups if setup is None else cut_groups(groups, setup.rank, setup.size)
+        path, quantization = Path(source.path), speculation.quantization
+        with of_drafts():
+            drafting = load_network(
+                config, platform, source.spec, path, groups, quantization, drafts=True, kv=kv
+            )
+        head = drafting.model
+    assert isinstance(head, Predictor | Eagle3Head | Gemma4Assistant)
+    if isinstance(head, Gemma4Assistant):
+        drafting = replace(drafting, onward=head.onward)
+    elif isinstance(head, Eagle3Head):
+        # Forks copy its blocks, too.
+        storages = (*target.kv.storages, *drafting.kv.storages)
+        both = replace(target.kv, storages=storages)
+        target = replace(target, kv=both, taps=source.taps, onward=head.onward)
+    if not isinstance(head, Predictor):
+        head.embed_target = model.embed
+    tokens = StepSizes.of_drafting(config).tokens
+    head.hidden = hidden = platform.hidden_states(tokens, spec.hidden_size)
+    drafting = replace(drafting, model=head, ranks=target.ranks, stage=None, hidden=hidden)
+    return replace(target, drafting=drafting)
+
+
+@contextmanager
+def of_drafts() -> Iterator[None]:
+    """Return a context in which a `ModelError` becomes one of the option `spec_model`."""
+    try:
+        yield
+    except ModelError as error:
+        message = error.message if error.field in ("spec_model", "model") else str(error)
+        raise ModelError("spec_model", message) from None
+
+
+def _before_newest(group: KVGroup) -> KVGroup:
+    """Return a group whose windows exclude the newest token, whose query reads before its key is
+    written."""
+    specs = tuple(
+        replace(spec, window=spec.window and replace(spec.window, keys=spec.window.keys - 1))
+        for spec in group.specs
+    )
+    return replace(group, specs=specs)
 
 
 def _load(

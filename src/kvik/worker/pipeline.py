@@ -70,8 +70,9 @@ class StageTape:
             self._inputs.put(name, array)
         if entered:
             self._inputs.enter(entered)
-        sizes = (len(arrays[name]) for name in ("input_ids", "seq_lens", "logits_indices"))
-        return self._tape.replay(RunStep(*sizes), has_trees="tree" in arrays)
+        names = ("input_ids", "seq_lens", "logits_indices")
+        tokens, seqs, samples = (len(arrays[name]) for name in names)
+        return self._tape.replay(RunStep(tokens, seqs, samples), has_trees="tree" in arrays)
 
 
 class Pipeline(Graph):

@@ -152,10 +152,25 @@ class Platform(Protocol):
         """
         ...
 
+    def wait_loaded(self) -> None:
+        """Wait until the other processes of the group have loaded what this one has, and are ready
+        for steps.
+
+        Raises:
+            ConfigError, GroupLost: see `OtherRanks.wait_loaded`.
+        """
+        if self.joined is not None:
+            self.joined.wait_loaded()
+
     def for_drafts(self) -> Platform:
-        """Return the platform of drafts, which only the first process of a group computes; this one
+        """Return the platform of drafts that only the first process of a group computes; this one
         if there is no group."""
         ...
+
+    def hidden_states(self, tokens: int, width: int) -> Tensor:
+        """Return memory for hidden states [tokens, width] that forwards read, in all processes of a
+        group."""
+        return torch.zeros(tokens, width, dtype=self.parts.dtype, device=self.parts.device)
 
     def rows(self, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:
         """Return how draft heads run.
@@ -204,7 +219,7 @@ class TorchPlatform(Platform):
         self, network: EngineNetwork, sizes: StepSizes, *, drafts: bool = False
     ) -> tuple[Graph, StepInputs]:
         eager = Eager(network), FreshInputs(self.parts.device)
-        return eager if self.joined is None else self.joined.steps(*eager)
+        return eager if self.joined is None else self.joined.steps(network, *eager)
 
     def for_drafts(self) -> Platform:
         return self if self.joined is None else TorchPlatform(self._config)
@@ -294,10 +309,19 @@ class NativePlatform(Platform):
                 raise ConfigError("pipeline_parallel_size", f"must be 1: {error}") from None
             log.warning("every step runs in Python, which is slower: %s", error)
             return eager
+        tape.ranks = self._ranks
+        return tape, tape.inputs
+
+    def wait_loaded(self) -> None:
         if self.group is not None and self._ranks is not None:
             self._ranks.wait_loaded(self.group)
-            tape.ranks = self._ranks
-        return tape, tape.inputs
+
+    def hidden_states(self, tokens: int, width: int) -> Tensor:
+        if self.group is None:
+            return super().hidden_states(tokens, width)
+        dtype = self.parts.dtype
+        memory = self.group.fixed((tokens * width * dtype.itemsize,), np.uint8)
+        return torch.from_numpy(memory).view(dtype).view(tokens, width)
 
     def tape(self, network: EngineNetwork, sizes: StepSizes) -> CpuTape:
         """Record a forward of the largest step.
@@ -406,7 +430,9 @@ class TritonPlatform(Platform):
         self, network: EngineNetwork, sizes: StepSizes, *, drafts: bool = False
     ) -> tuple[Graph, StepInputs]:
         graph, inputs = self._own_steps(network, sizes, drafts=drafts)
-        return (graph, inputs) if self.joined is None else self.joined.steps(graph, inputs)
+        if self.joined is None:
+            return graph, inputs
+        return self.joined.steps(network, graph, inputs)
 
     def _own_steps(
         self, network: EngineNetwork, sizes: StepSizes, *, drafts: bool
@@ -430,7 +456,7 @@ class TritonPlatform(Platform):
             context,
             time.monotonic,
             self._memory.graphs,
-            self.joined or NO_CAPTURE_PEERS,
+            self.joined.peers(network) if self.joined is not None else NO_CAPTURE_PEERS,
         )
         return graphs, inputs
 

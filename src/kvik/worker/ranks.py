@@ -8,6 +8,7 @@ heads of the cache, run the same recorded forward, and exchange data with the fi
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ from kvik.worker.group import (
     WarmUpStep,
 )
 from kvik.worker.group_pages import PageShare
+from kvik.worker.joined import spread_inputs
 from kvik.worker.loading import load_share
 from kvik.worker.pipeline import StageTape, Tape
 from kvik.worker.platforms import (
@@ -48,6 +50,10 @@ from kvik.worker.platforms import (
     platform,
 )
 from kvik.worker.step_inputs import FixedInputs, StepSizes, unpacked
+
+if TYPE_CHECKING:
+    from kvik.kernels.torch_group import TorchGroup
+    from kvik.models.model_spec import ModelSpec
 
 
 class Member:
@@ -148,19 +154,24 @@ class Rank(Member):
         platform = NativePlatform(config, memory, setup)
         network = load_share(config, platform, setup, stage)
         super().__init__(config, platform, network, setup, stage)
-        self._tape = platform.tape(network, StepSizes.of_engine(config))
+        self._tapes = [platform.tape(network, StepSizes.of_engine(config))]
+        self._networks = [network]
+        if network.drafting is not None:
+            self._tapes.append(platform.tape(network.drafting, StepSizes.of_drafting(config)))
+            self._networks.append(network.drafting)
         assert platform.group is not None
         self._group = platform.group
         self.digest = self._group.digest
 
     def _do(self, message: Message) -> None:
         match message:
-            case RunStep(tokens, seqs, samples):
-                self._tape.native.replay(self._tape.recording, (tokens, seqs, samples))
-            case ReadLogits(rows):
+            case RunStep(tokens, seqs, samples, drafts):
+                tape = self._tapes[drafts]
+                tape.native.replay(tape.recording, (tokens, seqs, samples))
+            case ReadLogits(rows, drafts):
                 width, dtype = self._hidden
                 self._group.begin()
-                self._network.model.logits(self._group.take((rows, width), dtype))
+                self._networks[drafts].model.logits(self._group.take((rows, width), dtype))
             case Enter(ids, positions):
                 self._group.begin()
                 ctx = ForwardContext(torch.tensor(positions), (), ())
@@ -188,6 +199,7 @@ class LeadingRank(Member):
         network = load_share(config, platform, setup, stage)
         super().__init__(config, platform, network, setup, stage)
         graph, inputs = platform.graph(network, StepSizes.of_engine(config))
+        platform.wait_loaded()
         assert isinstance(graph, Tape) and isinstance(inputs, FixedInputs)
         self._tape = StageTape(graph, inputs)
 
@@ -242,27 +254,29 @@ class TorchRank(Member):
             assert chosen.joined is not None
             network = load_share(config, chosen, setup, None)
             super().__init__(config, chosen, network, setup, None)
-            sizes = StepSizes.of_engine(config)
-            graph, self._inputs = chosen.graph(network, sizes)
-            self._warm_up = chosen.parts.warm_ups.steps(network, config.model, sizes)
-        assert isinstance(graph, Eager | DecodeGraphs)
-        self._graph, self._group = graph, chosen.joined.group
-        self._device, self._block_size = device, config.cache.block_size
-        self.digest = self._group.digest
+            group, spec = chosen.joined.group, config.model
+            self._steps = [
+                TorchSteps(config, chosen, group, network, spec, StepSizes.of_engine(config))
+            ]
+            if network.drafting is not None:
+                assert config.speculation is not None
+                spec, sizes = config.speculation.source.spec or spec, StepSizes.of_drafting(config)
+                self._steps.append(TorchSteps(config, chosen, group, network.drafting, spec, sizes))
+        self._group, self._device = group, device
+        self.digest = group.digest
 
     def _do(self, message: Message) -> None:
         match message:
-            case SentStep(inputs):
-                self._run(unpacked(inputs))
-            case CaptureStep(number):
-                assert isinstance(self._graph, DecodeGraphs)
-                self._graph.capture(number)
-            case WarmUpStep():
-                self._warm_up.next()
-            case ReadLogits(rows):
+            case SentStep(inputs, drafts=drafts):
+                self._steps[drafts].run(unpacked(inputs))
+            case CaptureStep(number, drafts):
+                self._steps[drafts].capture(number)
+            case WarmUpStep(drafts):
+                self._steps[drafts].warm_up.next()
+            case ReadLogits(rows, drafts):
                 width, dtype = self._hidden
                 hidden = torch.empty(rows, width, dtype=dtype, device=self._device)
-                self._network.model.logits(self._group.spread(hidden))
+                self._steps[drafts].network.model.logits(self._group.spread(hidden))
             case Enter(ids, positions):
                 arrays = np.array([ids, positions], np.int64)
                 tokens, at = upload(arrays, self._device).unbind(0)
@@ -270,15 +284,48 @@ class TorchRank(Member):
             case _:
                 super()._do(message)
 
-    def _run(self, arrays: dict[str, np.ndarray]) -> None:
+
+class TorchSteps:
+    """The forwards of a network in such a process.
+
+    Attributes:
+        warm_up: calls that the first process also makes.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        platform: TorchPlatform | TritonPlatform,
+        group: TorchGroup,
+        network: EngineNetwork,
+        spec: ModelSpec,
+        sizes: StepSizes,
+    ) -> None:
+        """
+        Args:
+            spec, sizes: of the network, and of its largest step.
+        """
+        self.network, self._group = network, group
+        graph, self._inputs = platform.graph(network, sizes, drafts=network.drafts)
+        self.warm_up = platform.parts.warm_ups.steps(network, spec, sizes)
+        assert isinstance(graph, Eager | DecodeGraphs)
+        self._graph, self._block_size = graph, config.cache.block_size
+
+    def capture(self, number: int) -> None:
+        """See `DecodeGraphs.capture`."""
+        assert isinstance(self._graph, DecodeGraphs)
+        self._graph.capture(number)
+
+    def run(self, arrays: dict[str, np.ndarray]) -> None:
         """Run a step with the inputs from `build_input_batch` in the first process."""
+        rows = len(arrays["seq_lens"])
         tensors = {name: self._inputs.put(name, array) for name, array in arrays.items()}
         self._inputs.send()
         layouts = tuple(
             StepLayout(
                 query_start_loc=tensors["query_start_loc"],
                 seq_lens=tensors["seq_lens"],
-                block_table=tensors[f"block_table {group}"],
+                block_table=tensors[f"block_table {group}"][:rows],
                 slot_mapping=tensors[f"slot_mapping {group}"],
                 num_scheduled=tuple(np.diff(arrays["query_start_loc"]).tolist()),
                 contexts=tuple(arrays["seq_lens"].tolist()),
@@ -290,7 +337,8 @@ class TorchRank(Member):
                 state_drafts=tensors.get("state_drafts"),
                 adapters=tensors.get("adapters"),
             )
-            for group in range(len(self._network.groups))
+            for group in range(len(self.network.groups))
         )
-        ids = self._group.spread(tensors["input_ids"])
+        ids = tensors["input_ids"]
+        spread_inputs(self._group, self.network, ids)
         self._graph.forward(ids, tensors["positions"], layouts, tensors["logits_indices"])

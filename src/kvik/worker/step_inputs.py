@@ -285,6 +285,12 @@ class StepSizes:
         logs = bool(config.model.states)
         return replace(sizes, trees=speculation.trees, logs=logs, adapters=adapters)
 
+    @staticmethod
+    def of_drafting(config: ResolvedConfig) -> StepSizes:
+        """Return the sizes of forwards of a network that drafts from hidden states."""
+        scheduler = config.scheduler
+        return StepSizes.of(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+
     def inputs(self, num_groups: int) -> dict[str, int]:
         """Return the number of entries of each input of the largest step, by name, except the block
         tables."""

@@ -44,7 +44,7 @@ class TritonWarmUps(WarmUps):
         self._ops = ops
         self._backend = backend
         self._device = device
-        self._jointly = nullcontext if joined is None else joined.warming_up
+        self._joined = joined
 
     def steps(self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes) -> WarmUp:
         if not isinstance(self._backend, TritonAttention):
@@ -59,7 +59,8 @@ class TritonWarmUps(WarmUps):
         classes = lengths(spec.num_heads, kv_heads, max_length, set().union(*by_expert))
         nodes = [length for length in classes if sizes.trees and length <= SHORT]
         calls = forwards(network, classes, sizes, block_size, context, nodes)
-        return WarmUp(calls, self._jointly)
+        jointly = nullcontext if self._joined is None else self._joined.peers(network).warming_up
+        return WarmUp(calls, jointly)
 
     def heads(self, function: RowFunction, like: Sequence[Tensor]) -> IdleWork:
         if self._config.runner.draft_graph_sizes:

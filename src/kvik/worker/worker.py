@@ -131,8 +131,6 @@ class Worker:
         self._team, self._give_back = chosen.team, chosen.give_back
         network = load_share(config, chosen, setup, runner.stages[-1] if stages else None)
         speculation = config.speculation
-        if speculation is not None:
-            network = replace(network, taps=speculation.source.taps)
         sizes = StepSizes.of_engine(config)
         graph, inputs = chosen.graph(network, sizes)
         pipeline = None
@@ -163,13 +161,12 @@ class Worker:
         compiled = chosen.parts.warm_ups.steps(network, config.model, sizes)
         self._idle_work: tuple[IdleWork, ...] = (compiled, graph)
         if speculation is not None:
-            parts = DrafterParts(speculation, config, table, sampling, network, chosen.for_drafts())
+            drafts = chosen if speculation.divided else chosen.for_drafts()
+            parts = DrafterParts(speculation, config, table, sampling, network, drafts)
             drafter = build_drafter(parts)
-            # Forks copy their blocks, too.
-            storages = (*network.kv.storages, *parts.storages)
-            network = replace(network, kv=replace(network.kv, storages=storages))
             self._idle_work += tuple(parts.idle_work)
             speculator = Speculator(speculation, drafter, table, sampling, vocab_size, clock)
+        chosen.wait_loaded()
         self._idle_work += (chosen.parts.warm_ups.rules(),)
         if copies is None:
             copies = best_copies(device)

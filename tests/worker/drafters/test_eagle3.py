@@ -12,13 +12,17 @@ from helpers.drafters import (
     check_drafts_of_forks,
     check_drafts_of_head,
     head_prompts,
+    head_ways,
     note_drafts,
 )
 from helpers.eagle3 import DRAFTED, LAYERS, Eagle3, save_eagle3
+from helpers.optional_native import needs_native
 from safetensors.torch import save_file
 
 from kvik import LLM, SamplingParams
 from kvik.errors import KvikError
+
+pytestmark = pytest.mark.usefixtures("forked")
 
 
 def options(root: Path, **more: Any) -> dict[str, Any]:
@@ -41,15 +45,16 @@ def saved(request, tmp_path_factory) -> tuple[Path, Eagle3]:
     return root, save_eagle3(root, normed=request.param != "residual")
 
 
-@pytest.mark.parametrize("way", HEAD_WAYS)
+@pytest.mark.parametrize("way", head_ways())
 def test_drafts_are_those_of_the_definition(way, saved, monkeypatch):
     (root, head), noted = saved, note_drafts(monkeypatch, "eagle3")
     check_drafts_of_head(head, noted, options(root, **HEAD_WAYS[way]), way)
 
 
-def test_forks_copy_its_keys(saved, monkeypatch):
+@pytest.mark.parametrize("way", ["native", pytest.param("two processes", marks=needs_native)])
+def test_forks_copy_its_keys(way, saved, monkeypatch):
     (root, head), noted = saved, note_drafts(monkeypatch, "eagle3")
-    check_drafts_of_forks(head, noted, options(root, max_num_seqs=24))
+    check_drafts_of_forks(head, noted, options(root, max_num_seqs=24, **HEAD_WAYS[way]))
 
 
 def test_another_form_of_the_same_files(saved, tmp_path, monkeypatch):
@@ -87,9 +92,8 @@ def test_heads_that_it_refuses(saved, tmp_path):
         drafting = {"method": "eagle3", "model": str(head)}
         with pytest.raises(KvikError, match="^spec_model: "):
             LLM(**options(root, speculative_config=drafting))
-    for option in ("tensor_parallel_size", "pipeline_parallel_size"):
-        with pytest.raises(KvikError, match=f"^{option}: "):
-            LLM(**options(root, threads=2, **{option: 2}))
+    with pytest.raises(KvikError, match="^pipeline_parallel_size: "):
+        LLM(**options(root, threads=2, pipeline_parallel_size=2))
     with pytest.raises(KvikError, match="^kv_tiers: "):
         LLM(**options(root, kv_tiers="memory:64MiB"))
 

@@ -52,6 +52,7 @@ def native_ops(native: Native) -> Ops:
         activate=operations.activate,
         xielu=operations.xielu,
         scaled=operations.scaled,
+        joined=operations.joined,
         softcap=operations.softcap,
         gated=operations.gated,
         causal_conv=operations.causal_conv,
@@ -146,6 +147,13 @@ class _Operations:
         y = self.native.empty(*x.shape, dtype=x.dtype)
         scale(self.native, x, factor, y)
         return y
+
+    def joined(self, x: Tensor, y: Tensor) -> Tensor:
+        width = x.shape[1]
+        out = self.native.empty(x.shape[0], width + y.shape[1], dtype=x.dtype)
+        scale(self.native, x, 1.0, out[:, :width])
+        scale(self.native, y, 1.0, out[:, width:])
+        return out
 
     def softcap(self, x: Tensor, cap: float) -> None:
         self.native.launch("softcap", x=x, dim=x.shape[1], cap=cap)

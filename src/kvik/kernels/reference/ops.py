@@ -203,6 +203,11 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     return x * factor
 
 
+def joined(x: Tensor, y: Tensor) -> Tensor:
+    """The columns of x, then of y."""
+    return torch.cat((x, y), 1)
+
+
 def softcap(x: Tensor, cap: float) -> None:
     """cap * tanh(x / cap), in place."""
     x.div_(cap).tanh_().mul_(cap)
@@ -337,6 +342,7 @@ REFERENCE = Ops(
     activate=activate,
     xielu=xielu,
     scaled=scaled,
+    joined=joined,
     softcap=softcap,
     gated=gated,
     causal_conv=causal_conv,

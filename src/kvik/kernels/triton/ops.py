@@ -39,6 +39,7 @@ def triton_ops(device: torch.device) -> Ops:
         activate=activation.activate,
         xielu=activation.xielu,
         scaled=activation.scaled,
+        joined=TORCH.joined,
         softcap=activation.softcap,
         gated=states.gated,
         causal_conv=states.causal_conv,

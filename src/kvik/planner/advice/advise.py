@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from kvik.config.fit import MAX_NUM_SEQS
 from kvik.config.hardware import Hardware
-from kvik.config.speculative import ALONE_METHODS, NO_SOURCE, OWN_HEAD, DraftSource
+from kvik.config.speculative import NO_SOURCE, OWN_HEAD, DraftSource
 from kvik.errors import CapacityError, ConfigError
 from kvik.planner.advice import reasons
 from kvik.planner.advice.reasons import (
@@ -141,8 +141,8 @@ def made_formats(serving: Serving) -> tuple[str, ...]:
 
 def device_counts(serving: Serving) -> Iterator[int]:
     """Yield the numbers of devices that can share the model; on a CPU only 1, since its processes
-    share one memory, and for heads that one process computes."""
-    if serving.at.exact or serving.at.source.method in ALONE_METHODS:
+    share one memory."""
+    if serving.at.exact:
         yield 1
         return
     count = 1

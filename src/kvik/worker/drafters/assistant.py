@@ -8,14 +8,14 @@ own key does not exist yet: they see the keys before it.
 from __future__ import annotations
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvik.attention.base import StepLayout
 from kvik.kernels.upload import upload
-from kvik.models.gemma4 import Gemma4Assistant
 from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
 from kvik.worker.drafters.draft_model import NONE, Guessing
-from kvik.worker.graphs import Graph
+from kvik.worker.graphs import EngineNetwork, Graph
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampler import Sampler
@@ -28,7 +28,7 @@ class AssistantDrafter(Drafter):
 
     def __init__(
         self,
-        model: Gemma4Assistant,
+        model: EngineNetwork,
         graph: Graph,
         inputs: StepInputs,
         table: RequestTable,
@@ -68,11 +68,11 @@ class AssistantDrafter(Drafter):
             if batch is None or going < count:
                 batch, count = self._batch(slots[:going], newest[:going]), going
             ids = tokens[:going]
-            on_device = upload(ids, hidden.device) if isinstance(ids, np.ndarray) else ids
-            self._model.read(on_device, hidden[:going])
+            batch.input_ids.copy_(torch.from_numpy(ids) if isinstance(ids, np.ndarray) else ids)
+            self._model.read(hidden[:going])
             output = self._graph.run(batch)
             tokens = guessing.draft(depth, output.logits, (output.top, output.top_ids))
-            hidden = self._model.project(output.hidden)
+            hidden = output.drafted_from
         drafts = guessing.by_row(len(slots))
         return Drafts(rows.limits, drafts[drafts != NONE], probs=guessing.probs)
 

@@ -14,7 +14,6 @@ costs drafts, if anything: every draft is verified.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,25 +28,12 @@ from kvik.worker.drafters.draft_model import (
     Guessing,
     Vocabulary,
 )
-from kvik.worker.graphs import Graph, StepOutput
+from kvik.worker.graphs import EngineNetwork, Graph, StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.step_inputs import StepInputs
-
-
-class Head(Protocol):
-    """A network that reads hidden states."""
-
-    def read(self, ids: Tensor, hidden: Tensor) -> None:
-        """Set the inputs of the next forward: ids [tokens], and [tokens, ...] hidden states of the
-        tokens before them."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> [rows, vocab] fp32."""
-        ...
 
 
 class CachedHeadNetwork(DraftNetwork):
@@ -62,7 +48,7 @@ class CachedHeadNetwork(DraftNetwork):
 
     def __init__(
         self,
-        head: Head,
+        head: EngineNetwork,
         graph: Graph,
         inputs: StepInputs,
         vocabulary: Vocabulary,
@@ -76,9 +62,10 @@ class CachedHeadNetwork(DraftNetwork):
 
     def run(self, batch: InputBatch, tokens: Tensor | None = None) -> StepOutput:
         self.inputs.send()
-        ids = batch.input_ids if tokens is None else tokens
-        self.head.read(ids, self.hidden[: len(ids)])
-        output = super().run(batch, tokens)
+        if tokens is not None:
+            batch.input_ids.copy_(tokens)
+        self.head.read(self.hidden[: len(batch.input_ids)])
+        output = self.graph.run(batch)
         self.hidden = output.hidden.index_select(0, batch.logits_indices)
         return output
 
@@ -111,7 +98,7 @@ class CachedHeadDrafter(Drafter):
     def read_step(self, batch: InputBatch, output: StepOutput) -> None:
         """Compute the entries of all tokens of a step whose next token is known."""
         network, table = self.network, self.network.table
-        hidden = torch.cat(output.taps, 1) if output.taps else output.hidden
+        hidden = output.drafted_from
         self._output = None
         begins = batch.ends - np.diff(batch.starts)
         ends = np.minimum(batch.ends, table.num_tokens[batch.slots] - 1)

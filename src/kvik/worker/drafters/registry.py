@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -13,17 +13,14 @@ from torch import Tensor
 from kvik.config.config import ResolvedConfig
 from kvik.config.memory import SAMPLER_BYTES
 from kvik.config.speculative import EAGLE3, FORCED, MTP, ResolvedSpeculation
-from kvik.errors import ModelError
-from kvik.models.decoder import Decoder
-from kvik.models.eagle3 import Eagle3Head
-from kvik.models.gemma4 import ASSISTANT, Gemma4Assistant
+from kvik.models.gemma4 import ASSISTANT
 from kvik.models.model_spec import ModelSpec
-from kvik.spec.kv import KVGroup, group_layers
+from kvik.spec.kv import group_layers
 from kvik.spec.model import DTYPE_BYTES
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.assistant import AssistantDrafter
 from kvik.worker.drafters.base import Drafter
-from kvik.worker.drafters.cached_heads import CachedHeadDrafter, CachedHeadNetwork, Head
+from kvik.worker.drafters.cached_heads import CachedHeadDrafter, CachedHeadNetwork
 from kvik.worker.drafters.draft_model import DraftModel, DraftNetwork, Vocabulary
 from kvik.worker.drafters.eagle import EagleDrafter
 from kvik.worker.drafters.heads import (
@@ -37,7 +34,7 @@ from kvik.worker.drafters.heads import (
 from kvik.worker.drafters.ngram import NgramDrafter
 from kvik.worker.drafters.suffix import SuffixDrafter
 from kvik.worker.graphs import EngineNetwork, Graph, RowFunction, RowGraph
-from kvik.worker.loading import load_network
+from kvik.worker.loading import load_network, of_drafts
 from kvik.worker.platforms import Platform
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampler import Sampler
@@ -52,7 +49,6 @@ class DrafterParts:
 
     Attributes:
         idle_work: preparations for idle time, to which the drafter adds its own.
-        storages: of the drafter's cache, whose blocks are copied with the target's.
     """
 
     speculation: ResolvedSpeculation
@@ -62,7 +58,6 @@ class DrafterParts:
     network: EngineNetwork  # the target's
     platform: Platform
     idle_work: list[IdleWork] = field(default_factory=list)
-    storages: list[Tensor] = field(default_factory=list)
 
     @property
     def vocab_size(self) -> int:
@@ -165,113 +160,40 @@ def _draft_model(parts: DrafterParts) -> Drafter:
     )
 
 
-def _mtp(parts: DrafterParts) -> Drafter:
-    config, model = parts.config, parts.network.model
-    assert isinstance(model, Decoder) and model.predictor is not None
-    spec, groups = config.model, config.cache.groups
-    group = next(i for i, group in enumerate(groups) if spec.num_layers in group.layers)
-    network = replace(parts.network, model=model.predictor)
-    vocabulary = Vocabulary(spec.vocab_size, spec.vocab_size, None, parts.device)
-    model.predictor.inputs = _inputs(parts, 2)
-    return _reading(parts, model.predictor, network, spec, vocabulary, group)
-
-
-def _eagle3(parts: DrafterParts) -> Drafter:
-    source, config, model = parts.speculation.source, parts.config, parts.network.model
-    spec, folder = source.spec, Path(source.path)
-    assert spec is not None
-    if not isinstance(model, Decoder):
-        raise ModelError(
-            "spec_method", f"must not be eagle3: {config.model.architecture} has no taps"
-        )
-    groups = group_layers(spec.kv_specs(DTYPE_BYTES[config.runner.dtype]), separate=True)
-    network = load_network(config, parts.platform, spec, folder, groups, "none", drafts=True)
-    parts.storages.extend(network.kv.storages)
-    head = network.model
-    assert isinstance(head, Eagle3Head)
-    head.inputs, head.residual, head.embed = _inputs(parts, 2), _inputs(parts, 1), model.embed
-    meanings = None
-    if config.runner.load_format != "random":
-        meanings = drafted_tokens(folder, spec.vocab_size)
-    vocabulary = Vocabulary(parts.vocab_size, spec.vocab_size, meanings, parts.device)
-    return _reading(parts, head, network, spec, vocabulary, parts.speculation.draft_group)
-
-
-def _assistant(parts: DrafterParts) -> Drafter:
-    chosen, config, target = parts.speculation, parts.config, parts.network
-    spec, model = chosen.source.spec, target.model
-    assert spec is not None and isinstance(model, Decoder)
-    groups = tuple(map(_before_newest, config.cache.groups))
-    network = load_network(
-        config,
-        parts.platform,
-        spec,
-        Path(chosen.source.path),
-        groups,
-        chosen.quantization,
-        drafts=True,
-        kv=target.kv,
-    )
-    assistant = network.model
-    assert isinstance(assistant, Gemma4Assistant)
-    assistant.inputs, assistant.embed_target = _inputs(parts, 2), model.embed
-    return AssistantDrafter(
-        assistant,
-        *parts.steps(network, spec, _sizes(parts)),
-        parts.table,
-        Sampler(network.ops),
-        parts.sampling,
-        SAMPLER_BYTES[parts.device.type],
-    )
-
-
-def _before_newest(group: KVGroup) -> KVGroup:
-    """Return a group whose windows exclude the newest token, whose query reads before its key is
-    written."""
-    specs = tuple(
-        replace(spec, window=spec.window and replace(spec.window, keys=spec.window.keys - 1))
-        for spec in group.specs
-    )
-    return replace(group, specs=specs)
-
-
-def _inputs(parts: DrafterParts, count: int) -> Tensor:
-    """Return memory for `count` hidden states of each token of a step."""
-    tokens, chosen = _sizes(parts).tokens, parts.platform.parts
-    width = count * parts.config.model.hidden_size
-    return torch.zeros(tokens, width, dtype=chosen.dtype, device=chosen.device)
-
-
-def _sizes(parts: DrafterParts) -> StepSizes:
-    scheduler = parts.config.scheduler
-    return StepSizes.of(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-
-
-def _reading(
-    parts: DrafterParts,
-    head: Head,
-    network: EngineNetwork,
-    spec: ModelSpec,
-    vocabulary: Vocabulary,
-    group: int,
-) -> Drafter:
-    """Return the drafter of a head that reads the hidden states of all tokens.
-
-    Args:
-        network, spec: of the head.
-        group: KV group of the target whose block tables it shares.
-    """
-    sizes = _sizes(parts)
+def _cached_head(parts: DrafterParts) -> Drafter:
+    """Return the drafter of a head that reads the hidden states of all tokens."""
+    speculation, config, drafting = parts.speculation, parts.config, parts.network.drafting
+    assert drafting is not None
+    spec, meanings, group = speculation.source.spec, None, speculation.draft_group
+    if spec is None:  # the model's own head, whose keys and values are those of a layer
+        spec, groups = config.model, config.cache.groups
+        group = next(i for i, each in enumerate(groups) if spec.num_layers in each.layers)
+    elif config.runner.load_format != "random":
+        meanings = drafted_tokens(Path(speculation.source.path), spec.vocab_size)
+    sizes = StepSizes.of_drafting(config)
     reading = CachedHeadNetwork(
-        head,
-        *parts.steps(network, spec, sizes),
-        vocabulary,
-        parts.table.view(group, len(network.groups)),
+        drafting,
+        *parts.steps(drafting, spec, sizes),
+        Vocabulary(parts.vocab_size, spec.vocab_size, meanings, parts.device),
+        parts.table.view(group, len(drafting.groups)),
         sizes.tokens,
         spec.max_context,
     )
     memory, ops = SAMPLER_BYTES[parts.device.type], parts.network.ops
     return CachedHeadDrafter(reading, Sampler(ops), parts.sampling, ops.largest, memory)
+
+
+def _assistant(parts: DrafterParts) -> Drafter:
+    drafting, spec = parts.network.drafting, parts.speculation.source.spec
+    assert drafting is not None and spec is not None
+    return AssistantDrafter(
+        drafting,
+        *parts.steps(drafting, spec, StepSizes.of_drafting(parts.config)),
+        parts.table,
+        Sampler(drafting.ops),
+        parts.sampling,
+        SAMPLER_BYTES[parts.device.type],
+    )
 
 
 # Constructors of drafters by method.
@@ -282,8 +204,8 @@ DRAFTERS: Mapping[str, Callable[[DrafterParts], Drafter]] = {
     FORCED: lambda parts: Drafter(),
     "medusa": _medusa,
     "eagle": _eagle,
-    MTP: _mtp,
-    EAGLE3: _eagle3,
+    MTP: _cached_head,
+    EAGLE3: _cached_head,
     ASSISTANT: _assistant,
 }
 
@@ -294,8 +216,5 @@ def build_drafter(parts: DrafterParts) -> Drafter:
     Raises:
         ModelError: the files of `spec_model` are missing, damaged or do not match their config.
     """
-    try:
+    with of_drafts():
         return DRAFTERS[parts.speculation.method](parts)
-    except ModelError as error:
-        message = error.message if error.field in ("spec_model", "model") else str(error)
-        raise ModelError("spec_model", message) from None
