@@ -73,6 +73,20 @@ def test_a_pipeline_has_the_cache_of_one_process_and_the_head_twice() -> None:
     assert two.overhead - alone.overhead > 128_256 * 2_048 * 2
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_last_stage_has_the_head_that_drafts_and_the_table_that_it_reads(ranks: int) -> None:
+    """A table of 151,552 x 4,096 in bfloat16, whole in each process; the head is a layer more."""
+    options = {"device": "cpu", "tensor_parallel_size": ranks, "threads": 8, **SIZES}
+    found = [
+        planned("glm-4.5-air", pipeline_parallel_size=stages, spec_method=method, **options)
+        for stages, method in ((1, "mtp"), (2, "mtp"), (2, "off"))
+    ]
+    alone, two, plain = (resolved.memory for resolved in found)
+    assert two.weights == alone.weights > plain.weights and two.kv_cache == alone.kv_cache
+    assert two.overhead - plain.overhead == ranks * 151_552 * 4_096 * 2
+    assert found[1].runner.stage_ends > found[2].runner.stage_ends  # it takes the room of layers
+
+
 def test_a_model_on_several_machines_is_planned_for_one_of_them() -> None:
     """A machine of 32 GB holds a quarter of 64 GB of weights."""
     options = {"max_model_len": 1024, "max_num_seqs": 4, "threads": 4, "kv_cache_memory": 1 << 30}
@@ -102,7 +116,6 @@ BY_FIELD: dict[str, dict[str, Any]] = {  # usual options of what a field divides
         ("pipeline_parallel_size", "llama-3.2-1b", {"pipeline_parallel_size": 17}),
         ("pipeline_parallel_size", "llama-3.2-1b", {"threads": 1}),
         ("pipeline_parallel_size", "llama-3.2-1b", {"threads": 3, "tensor_parallel_size": 2}),
-        ("pipeline_parallel_size", "llama-3.2-1b", {"spec_method": "eagle"}),
         ("expert_parallel", "olmoe-1b-7b", {"tensor_parallel_size": 1}),
         ("expert_parallel", "llama-3.2-1b", {}),
         ("expert_parallel", "mixtral-8x7b-v0.1", {"tensor_parallel_size": 9}),

@@ -226,6 +226,13 @@ HEAD_WAYS: dict[str, dict[str, Any]] = {
     "preemption": {"num_blocks": 12},
     "two processes": {**PROCESSES, "tensor_parallel_size": 2},
     "three processes": {**PROCESSES, "tensor_parallel_size": 3},
+    "two stages": {**PROCESSES, "pipeline_parallel_size": 2},
+    "three stages": {**PROCESSES, "pipeline_parallel_size": 3},
+    "two stages of two processes": {
+        **PROCESSES,
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 2,
+    },
     "two processes, torch": {**PROCESSES, "tensor_parallel_size": 2, "kernels": "torch"},
     "fast cut": {
         **PROCESSES,
@@ -236,7 +243,8 @@ HEAD_WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-FAST_WAYS = ("two processes",)
+FAST_WAYS = ("two processes", "two stages")
+STAGES = ("two stages", "three stages", "two stages of two processes")
 
 
 def head_ways(*leave_out: str) -> list[object]:

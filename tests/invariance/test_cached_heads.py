@@ -14,10 +14,12 @@ from helpers.eagle3 import save_eagle3
 from helpers.matrix import (
     ALL_OF_IT,
     BITS,
+    BOTH,
     COLUMNS,
     MEMORY_TIER,
     SERVED,
     SQUEEZED,
+    STAGES,
     TWO,
     Column,
     by_tier,
@@ -34,7 +36,8 @@ from kvik.engine.output import RequestOutput
 from kvik.spec.fields import read_json
 
 TIERS = (  # not with states
-    *("swap, siblings, three steps in flight", "disk tier", "moved", "tp2, swap, siblings"),
+    *("swap, siblings, three steps in flight", "disk tier", "moved"),
+    *("tp2, swap, siblings", "pp2, swap, siblings"),
 )
 NAMES = (
     *("torch", "sdpa", "chunks of 5", "prefix hits, chunks", "no prefix cache", "preemption"),
@@ -46,9 +49,16 @@ DIVIDED = [
     Column("tp2, hits, chunks", {**TWO, "max_num_batched_tokens": 16}, rounds=2, must="hits"),
     Column("tp2, preemption, siblings", {**TWO, **SQUEEZED}, siblings=2, must="preemptions"),
     Column("tp2, swap, siblings", {**SQUEEZED, **MEMORY_TIER, **TWO}, siblings=2, must="swaps"),
+    Column("pp2, hits, chunks", {**STAGES, "max_num_batched_tokens": 16}, rounds=2, must="hits"),
+    Column("pp2, preemption, siblings", {**STAGES, **SQUEEZED}, siblings=2, must="preemptions"),
+    Column("pp2, swap, siblings", {**SQUEEZED, **MEMORY_TIER, **STAGES}, siblings=2, must="swaps"),
+    Column("tp2 pp2, preemption", {**BOTH, **SQUEEZED}, siblings=2, must="preemptions"),
 ]
 APART = {"eagle3": save_eagle3, "assistant": save_assistant}  # in a folder of their own
-FAST = ("torch", "prefix hits, chunks", "preemption, chunks", "tp2, hits, chunks")
+FAST = (
+    *("torch", "prefix hits, chunks", "preemption, chunks"),
+    *("tp2, hits, chunks", "pp2, hits, chunks"),
+)
 
 
 def pairs(columns: Sequence[object]) -> list[object]:
@@ -58,6 +68,7 @@ def pairs(columns: Sequence[object]) -> list[object]:
         for case in ("qwen3.5", "deepseek3", "eagle3", "assistant")
         for column in columns
         if case in ("deepseek3", "assistant") or column.values[0].name not in TIERS
+        if case != "assistant" or "pipeline_parallel_size" not in column.values[0].config
     ]
 
 

@@ -26,6 +26,7 @@ from helpers.optional_native import needs_native
 from helpers.stored_models import CONFIGS as STORED
 from helpers.stored_models import SIZES, save_quantised
 from helpers.tiny_models import save_tiny, tokens
+from helpers.untrained_heads import save_heads
 from safetensors.torch import load_file, save_file
 
 from kvik import LLM, SamplingParams
@@ -209,6 +210,25 @@ def test_models_of_each_kind(number, family, tmp_path, monkeypatch) -> None:
         for way in ("tensor_parallel_size", "pipeline_parallel_size"):
             found.append(answers(tmp_path, 2, way, dtype="float32", **SPECULATION))
     assert found == [found[0]] * len(found)
+
+
+@pytest.mark.parametrize("family", ["GPT2", pytest.param("OPT", marks=pytest.mark.full)])
+def test_an_eagle_layer_reads_embeddings_in_the_last_stage(family, tmp_path) -> None:
+    """Of tokens and, in some models, of positions."""
+    save_tiny(tmp_path / "model", family, **FAMILIES[family])
+    (tmp_path / "heads").mkdir()
+    save_heads(tmp_path / "heads", "eagle", hidden=64)
+    options = {"spec_method": "eagle", "spec_model": str(tmp_path / "heads"), "dtype": "float32"}
+    ids = [tokens(24, seed) for seed in range(4)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=9)
+    found = []
+    for processes in ({}, TWO, STAGES, BOTH):
+        common = {"device": "cpu", "max_model_len": 64, "num_blocks": 64, **EAGER, **processes}
+        with LLM(str(tmp_path / "model"), **common, **options) as llm:
+            outputs = llm.generate(ids, greedy)
+            drafts = llm.stats().speculation.drafts
+        found.append((drafts, [output.outputs[0].token_ids for output in outputs]))
+    assert found == [found[0]] * len(found) and found[0][0].accepted
 
 
 PROCESSES = ({}, TWO, {"tensor_parallel_size": 3, "threads": 3}, STAGES, BOTH, {})

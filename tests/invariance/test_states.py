@@ -4,11 +4,9 @@ accepted. Log probabilities are the same to the bit."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
-import torch
 from helpers.drafted_columns import (
     DRAFTERS,
     EAGER,
@@ -35,7 +33,7 @@ from helpers.matrix import (
     reference_tokens,
 )
 from helpers.optional_native import needs_native
-from safetensors.torch import save_file
+from helpers.untrained_heads import save_heads
 
 from kvik.core.types import SamplingParams
 from kvik.engine.output import RequestOutput
@@ -121,32 +119,9 @@ def test_a_draft_model_with_states_guesses_what_it_would_say(model, expected, co
             assert output.num_accepted_tokens == output.num_drafted_tokens
 
 
-HEADS = {  # files of heads: config.json, sizes of tensors
-    "medusa": (
-        {"medusa_num_heads": 3},
-        {
-            f"{head}.{name}": size
-            for head in range(3)
-            for name, size in {"0.linear.weight": (32, 32), "0.linear.bias": (32,)}.items()
-        }
-        | {f"{head}.1.weight": (96, 32) for head in range(3)},
-    ),
-    "eagle": (
-        {"model_type": "eagle", "hidden_size": 32, "vocab_size": 96, "num_steps": 3}
-        | {"intermediate_size": 16},
-        {"fc.weight": (32, 64), "fc.bias": (32,), "norm.weight": (32,)}
-        | {f"mlp.{name}_proj.weight": (16, 32) for name in ("gate", "up")}
-        | {"mlp.down_proj.weight": (32, 16)},
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
 def test_trees_of_heads_have_no_branches(model, expected, kind, tmp_path):
-    rng, (config, sizes) = torch.Generator().manual_seed(0), HEADS[kind]
-    tensors = {name: torch.randn(*size, generator=rng) for name, size in sizes.items()}
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_heads(tmp_path, kind, hidden=32)
     options = {**EAGER, "spec_method": kind, "spec_model": str(tmp_path), "spec_tokens": 16}
     column = next(column for column in EVERY if column.name == "no prefix cache")
     outputs = checked_tokens(column, model, expected, **options)

@@ -32,7 +32,7 @@ from kvik.spec.kv import (
     state_pages,
     stored_as,
 )
-from kvik.spec.shares import cut_groups, kv_share, stage_groups
+from kvik.spec.shares import PipelineStage, cut_groups, kv_share, stage_groups
 
 Maker = Callable[[Sequence[KVGroup], KVCache], Sequence[GroupPages]]
 ALONE = PagePart(16)
@@ -163,16 +163,16 @@ def test_processes_write_and_read_their_parts_of_a_page(
     (whole,) = group_pages(groups, groups, alone, ALONE, heads_first=False)
     right, found = (np.zeros(whole.num_bytes, np.uint8) for _ in range(2))
     whole.copy_out([1], right[None], [0])
-    for layers in (range(0, 1), range(1, 3)):
+    for stage in PipelineStage.all_of((1, 3)):
         for rank in range(ranks):
-            own = cut_groups(stage_groups(groups, layers), rank, ranks)
+            own = cut_groups(stage_groups(groups, stage), rank, ranks)
             cache = allocate_kv(own, 4, 16, torch.float32, torch.device("cpu"))
             share = PagePart(16, rank, ranks)
             (pages,) = group_pages(groups, own, cache, share, heads_first=False)
             assert pages.num_bytes == whole.num_bytes
             pages.copy_in(right[None], [0], [3])
             begin, end = kv_share(heads, rank, ranks)
-            for layer in layers:
+            for layer in stage.layers:
                 pairs = zip(cache.of(layer).tensors, alone.of(layer).tensors, strict=True)
                 for tensor, all_heads in pairs:
                     part = all_heads[1][:, begin:end].contiguous().view(torch.uint8)

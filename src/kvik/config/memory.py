@@ -387,7 +387,7 @@ class Footprint:
     def block_bytes(self) -> int:
         """Bytes of a block, with the keys and values of a draft model in it."""
         of_ranks = max if self._one_of_several else sum
-        stages = [stage_groups(self.groups, layers) for layers in self._stage_layers]
+        stages = [stage_groups(self.groups, stage) for stage in self._stages]
         sizes = [of_ranks(self._rank_bytes(groups)) for groups in stages]
         drafting = self.draft_bytes_per_token * self.block_size
         return (max(sizes) if self.stage_bytes else sum(sizes)) + drafting
@@ -402,9 +402,8 @@ class Footprint:
         return max(each) if draft._one_of_several else sum(each)
 
     @cached_property
-    def _stage_layers(self) -> list[range]:
-        runs = [stage.layers for stage in PipelineStage.all_of(self.stage_ends)]
-        return runs or [range(len(self.spec.cached_layers))]
+    def _stages(self) -> tuple[PipelineStage, ...]:
+        return PipelineStage.all_of(self.stage_ends or (self.spec.num_layers,))
 
     @cached_property
     def _state_bytes(self) -> int:
@@ -412,7 +411,8 @@ class Footprint:
         if not self.stage_bytes:
             return self.spec.state_bytes
         states = [layer.state.size if layer.state else 0 for layer in self.spec.layers]
-        return STATE_BYTES * max(sum(states[run.start : run.stop]) for run in self._stage_layers)
+        runs = (stage.layers for stage in self._stages)
+        return STATE_BYTES * max(sum(states[run.start : run.stop]) for run in runs)
 
     def _rank_bytes(self, groups: tuple[KVGroup, ...]) -> list[int]:
         """Return the bytes of a block of some groups in each process."""
@@ -585,6 +585,7 @@ class Footprint:
             # The residual streams, two and all of them joined, and what the head reads of them; its
             # inputs, their parts and those of some tokens.
             copies = draft._ranks_here * (3 * self.taps + 6)
+            copies += 2 * self.taps * (self._processes - draft._ranks_here)  # of earlier stages
             tables += copies * size.max_num_batched_tokens * self.spec.hidden_size * self._item
         return draft.activations(step) + tables + self._drawn(size)
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvik.config.compute import Compute
-from kvik.config.config import ASKED, EngineConfig, ResolvedConfig
+from kvik.config.config import ASKED, EngineConfig, ResolvedConfig, requested_speculation
 from kvik.config.hardware import Gpu, Hardware, detect
 from kvik.config.memory import Limit
+from kvik.config.speculative import EMBEDDING_METHODS
 from kvik.config.units import show_bytes
 from kvik.errors import CapacityError, ConfigError
 from kvik.models.model_spec import ModelSpec
@@ -137,18 +138,17 @@ def stage_ends(config: EngineConfig, spec: ModelSpec, compute: Compute) -> tuple
     stages = config.pipeline_parallel_size
     if stages == 1:
         return ()
-    weights, first, head = _weights_of_parts(config, spec, compute)
+    weights, first, last = _weights_of_parts(config, spec, compute)
     length = config.max_model_len or spec.max_position_embeddings
     specs = spec.kv_specs(DTYPE_BYTES[compute.dtype])
     stored_specs = stored_as(specs, config.kv_cache_dtype, config.kv_cache_dtype_skip_layers)
-    costs = [
-        size + (length * kv.bytes_per_token if kv else 0)
-        for size, kv in zip(weights, stored_specs, strict=True)
-    ]
+    cached = [length * kv.bytes_per_token if kv else 0 for kv in stored_specs]
+    last += sum(cached[spec.num_layers :])  # of a head after the layers
+    costs = [size + kept for size, kept in zip(weights, cached, strict=False)]
     readers = enumerate(layer.kv_from for layer in spec.layers)
     joined = [(reader, source) for reader, source in readers if source is not None]
     try:
-        return tuple(run.stop for run in stages_of(costs, first, head, stages, joined))
+        return tuple(run.stop for run in stages_of(costs, first, last, stages, joined))
     except ValueError as error:
         raise ConfigError(STAGES, f"cannot be {stages}: {error}") from None
 
@@ -160,9 +160,9 @@ def stage_weights(
     are on this one."""
     if config.distributed_executor_backend != "ray":
         return ()
-    weights, first, head = _weights_of_parts(config, spec, compute)
+    weights, first, last = _weights_of_parts(config, spec, compute)
     return tuple(
-        sum(weights[layer] for layer in stage.layers) + first * stage.first + head * stage.last
+        sum(weights[layer] for layer in stage.layers) + first * stage.first + last * stage.last
         for stage in PipelineStage.all_of(ends)
     )
 
@@ -170,17 +170,35 @@ def stage_weights(
 def _weights_of_parts(
     config: EngineConfig, spec: ModelSpec, compute: Compute
 ) -> tuple[list[int], int, int]:
-    """Return the bytes of each layer, of the table of tokens, and of the head."""
+    """Return the bytes of each layer, of what is before the first one, and of what is after the
+    last one: the head, and what drafts of the model's weights."""
     head, tied = _head_bytes(config, spec, compute), spec.tie_word_embeddings
     table = spec.declaration.embedding.num_parameters * DTYPE_BYTES[compute.dtype]
     first = head if tied else table
     blocks = spec.weight_bytes(compute.dtype, config.quantization, compute.kernels)
     blocks = max(0, blocks - (head if tied else head + first))
+    scope = spec.predictor_scope
     numbers = [
         sum(linear.num_parameters for linear in spec.declaration.of_block(layer))
         for layer in range(spec.num_layers)
     ]
-    return [blocks * number // max(1, sum(numbers)) for number in numbers], first, head
+    numbers.append(
+        sum(
+            linear.num_parameters
+            for linear in spec.declaration.linears
+            if scope and linear.names[0].startswith(scope)
+        )
+    )
+    *layers, drafting = [blocks * number // max(1, sum(numbers)) for number in numbers]
+    drafting += table if _embeds_last(config) and not tied else 0
+    return layers, first, head + drafting
+
+
+def _embeds_last(config: EngineConfig) -> bool:
+    """Return whether the last of several stages has the table of tokens, too."""
+    speculation = requested_speculation(config)
+    several = config.pipeline_parallel_size > 1
+    return several and speculation is not None and speculation.method in EMBEDDING_METHODS
 
 
 def stages_reason(ends: Sequence[int], ranks: int) -> str:
@@ -239,9 +257,9 @@ def given_bytes(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def repeated_bytes(config: EngineConfig, spec: ModelSpec, compute: Compute) -> int:
-    """Return the bytes of replicated weights, without one copy: each process has whole embedding
-    tables (if the head is untied) and position tables; a table tied to the head is in the first and
-    in the last stage."""
+    """Return the bytes of replicated weights, without one copy: each process of the stages that
+    embed tokens has whole embedding tables (if the head is untied) and position tables; a table
+    tied to the head is in the first and in the last stage."""
     if config.tensor_parallel_size * config.pipeline_parallel_size == 1:
         return 0
     numbers = spec.table_numbers + (spec.small_numbers if is_fast(config, compute) else 0)
@@ -250,9 +268,8 @@ def repeated_bytes(config: EngineConfig, spec: ModelSpec, compute: Compute) -> i
         return num_bytes  # the plan is for one device
     local = config.distributed_executor_backend == "mp"
     twice = spec.tie_word_embeddings and config.pipeline_parallel_size > 1 and local
-    return num_bytes * (config.tensor_parallel_size - 1) + twice * _head_bytes(
-        config, spec, compute
-    )
+    tables = config.tensor_parallel_size * (1 + (local and _embeds_last(config)))
+    return num_bytes * (tables - 1) + twice * _head_bytes(config, spec, compute)
 
 
 def _head_bytes(config: EngineConfig, spec: ModelSpec, compute: Compute) -> int:

@@ -22,7 +22,6 @@ from kvik.config.config import (
     read_tiers,
     requested_speculation,
 )
-from kvik.config.draft_heads import EAGLE
 from kvik.config.fit import (
     Fit,
     choose_speculation,
@@ -59,6 +58,7 @@ from kvik.config.speculative import (
 from kvik.config.units import show_bytes
 from kvik.core.config import CacheConfig, SchedulerConfig, TierSizes
 from kvik.errors import CapacityError, ConfigError
+from kvik.models.gemma4 import ASSISTANT
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.adapters import Adapter
 from kvik.spec.kv import AUTO, PAGE_HEAD_BYTES, KVGroup, state_pages
@@ -116,9 +116,9 @@ def resolve(
     mapped = None if built is None else built.weight_bytes
     replicas, total = config.data_parallel_size, _of_fullest(limit, config, compute, hardware)
     limit = replica_limit(total, replicas, compute, hardware, mapped) if replicas > 1 else total
-    ends = stage_ends(config, spec, compute)
     if requested is not None:
-        spec = as_drafting(requested, spec, ends, source, config.tensor_parallel_size)
+        spec = as_drafting(requested, spec, config, source)
+    ends = stage_ends(config, spec, compute)
     footprint = footprint_of(config, spec, hardware, compute, mapped)
     # Processes share the mapped pages of an engine folder.
     repeated = repeated_bytes(config, spec, compute) if mapped is None else 0
@@ -249,11 +249,7 @@ def _of_fullest(limit: Limit, config: EngineConfig, compute: Compute, hardware: 
 
 
 def as_drafting(
-    options: SpeculativeConfig,
-    spec: ModelSpec,
-    ends: tuple[int, ...],
-    source: DraftSource,
-    ranks: int = 1,
+    options: SpeculativeConfig, spec: ModelSpec, config: EngineConfig, source: DraftSource
 ) -> ModelSpec:
     """Return the model with room for drafts in its states, and with its own head if that drafts.
 
@@ -261,11 +257,9 @@ def as_drafting(
         ConfigError: the model does not support this method.
     """
     if options.method in DIVIDED_METHODS:
-        _check_divided(options.method, spec, ends, ranks)
+        _check_divided(options.method, spec, config)
     if options.method == MTP:
         spec = _predicting(spec)
-    if ends and options.method == EAGLE:
-        raise ConfigError("pipeline_parallel_size", f"must be 1 with {EAGLE}: it reads embeddings")
     drafts = draft_tokens(options)
     if source.heads is not None:  # states need a chain, of one draft for each depth
         drafts = min(drafts, source.heads.depth)
@@ -276,7 +270,7 @@ def as_drafting(
     return replace(spec, layers=tuple(layers))
 
 
-def _check_divided(method: str, spec: ModelSpec, ends: tuple[int, ...], ranks: int) -> None:
+def _check_divided(method: str, spec: ModelSpec, config: EngineConfig) -> None:
     """Check what methods need that read hidden states or keys of all tokens.
 
     Raises:
@@ -287,8 +281,8 @@ def _check_divided(method: str, spec: ModelSpec, ends: tuple[int, ...], ranks: i
             f"must be another one than {method}: it reads all keys, of which kv_budget drops some"
         )
         raise ConfigError("spec_method", reason)
-    if ends:
-        reason = f"must be 1 with {method}: one stage reads all hidden states"
+    if method == ASSISTANT and config.pipeline_parallel_size > 1:
+        reason = f"must be 1 with {method}: it reads keys of layers that may be in several stages"
         raise ConfigError("pipeline_parallel_size", reason)
 
 

@@ -29,6 +29,8 @@ MODEL_METHODS = ("draft_model", "medusa", "eagle", EAGLE3, ASSISTANT)
 OWN_METHODS = ("ngram", "suffix", FORCED, MTP)
 # What `spec_model` must name.
 NAMED = {"draft_model": "a draft model", EAGLE3: "the head", ASSISTANT: "the assistant"}
+# Read the embeddings of tokens.
+EMBEDDING_METHODS = ("eagle", EAGLE3, MTP, ASSISTANT)
 TREE_METHODS = ("medusa", "eagle")
 CACHING_METHODS = ("draft_model", EAGLE3, MTP)  # store keys and values of drafts
 # Methods that sample drafts if the tokens of their request are sampled.

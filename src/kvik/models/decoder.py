@@ -375,8 +375,8 @@ class Decoder:
     def blocks(self, x: Tensor, ctx: ForwardContext, span: slice = ALL) -> Tensor:
         """Take the residual stream x [tokens, hidden] through the layers of `span`."""
         rotations = [rope.at(ctx.positions) for rope in self.ropes]
-        layers = enumerate(zip(self.layers[span], self.turned[span], strict=True))
-        for number, (layer, rope) in layers:
+        numbers = range(len(self.layers))[span]
+        for number, layer, rope in zip(numbers, self.layers[span], self.turned[span], strict=True):
             if ctx.taps is not None:
                 ctx.taps.see(number, x)
             x = layer(x, None if rope is None else rotations[rope], ctx)

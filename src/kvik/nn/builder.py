@@ -572,7 +572,7 @@ class Builder(LayerBuilder):
             types: name and rows of a second table. The result has the sums of all rows with its
                 first row, then with its second, `ModelFacts.type_stride` rows later, and so on.
         """
-        if self._stage is not None and not self._stage.first:
+        if self._stage is not None and not self._stage.embeds:
             self.skip(name)
             return super().embedding(name, rows, hidden)
         kinds, count = types
@@ -613,7 +613,7 @@ class Builder(LayerBuilder):
             scale: of the vectors; it is rounded to the dtype.
         """
         stage = self._stage
-        if stage is not None and not (stage.first or (stage.last and tied)):
+        if stage is not None and not (stage.embeds or (stage.last and tied)):
             self.skip(name)
             return super().token_embedding(name, vocab, hidden, tied=tied)
         if tied:

@@ -61,11 +61,10 @@ def load_model(
 
 def _check_predictor(spec: ModelSpec, checkpoint: Checkpoint) -> None:
     """Raise ModelError if the head that drafts is to be used, and the checkpoint has none."""
-    if spec.predictor is not None:
-        scope = f"{spec.predictor.scope.format(spec.num_layers)}."
-        if not any(name.startswith(scope) for name in checkpoint.entries):
-            reason = f"the weights have no head of this kind ({scope}*)"
-            raise ModelError("spec_method", f"must be another one than mtp: {reason}")
+    scope = spec.predictor_scope
+    if scope and not any(name.startswith(scope) for name in checkpoint.entries):
+        reason = f"the weights have no head of this kind ({scope}*)"
+        raise ModelError("spec_method", f"must be another one than mtp: {reason}")
 
 
 def load_weights(declared: Declarations, checkpoint: Checkpoint) -> None:

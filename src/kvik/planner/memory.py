@@ -156,12 +156,20 @@ class MemoryPlanner:
             shape = replace(shape, kernels=compute.kernels)
         built = spec.built if at.weight_format == shape.stored else None
         mapped = None if built is None else built.weight_bytes
-        footprint = footprint_of(config, spec, hardware, compute, mapped)
+        drafting = requested_speculation(config)
+        try:
+            if drafting is not None:
+                spec = as_drafting(drafting, spec, config, at.source)
+            plain = footprint_of(config, spec, hardware, compute, mapped)
+            footprint = with_drafter(plain, drafting, at.source)
+        except ConfigError as error:
+            raise ConfigError("draft", error.message) from None
         runs: tuple[range, ...] = ()
         sizes: tuple[int, ...] = ()
         if at.exact:
             ends = _stage_ends(at, config, spec, hardware, compute)
-            runs = tuple(range(*run) for run in pairwise((0, *(ends or (shape.num_layers,)))))
+            # A head that drafts is one more layer of the shape.
+            runs = tuple(range(*run) for run in pairwise((0, *ends[:-1], shape.num_layers)))
             part = together(shape, at.tp)
         else:
             runs = stage_runs(shape, at.pp, at.weight_format) if at.pp > 1 else ()
@@ -176,14 +184,6 @@ class MemoryPlanner:
             stage_ends=ends,
             stage_bytes=sizes if len(sizes) > 1 else (),
         )
-        drafting = requested_speculation(config)
-        try:
-            if drafting is not None:
-                spec = as_drafting(drafting, spec, ends if at.exact else (), at.source, at.tp)
-                footprint = replace(footprint, spec=spec)
-            footprint = with_drafter(footprint, drafting, at.source)
-        except ConfigError as error:
-            raise ConfigError("draft", error.message) from None
         fit = Fit(config, footprint, Limit(at.memory_limit, ""))
         return cls(at, shape, part, stages(shape, runs), fit)
 
@@ -325,7 +325,7 @@ class MemoryPlanner:
         """Return the bytes of one device's blocks, those that are never allocated included."""
         footprint = self.fit.footprint
         ends = footprint.stage_ends or (self.shape.num_layers,)
-        groups = stage_groups(footprint.groups, PipelineStage.all_of(ends)[stage].layers)
+        groups = stage_groups(footprint.groups, PipelineStage.all_of(ends)[stage])
         blocks = size.max_num_seqs * self._blocks_each(size) + RESERVED_BLOCKS
         return blocks * block_bytes(cut_groups(groups, rank, footprint.ranks), footprint.block_size)
 

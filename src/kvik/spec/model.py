@@ -155,6 +155,11 @@ class ModelFacts:
         """The last layer with attention."""
         return max(i for i, layer in enumerate(self.layers) if layer.attends)
 
+    @property
+    def predictor_scope(self) -> str:
+        """Prefix of the names of the weights of the head that drafts; "": there is none."""
+        return f"{self.predictor.scope.format(self.num_layers)}." if self.predictor else ""
+
     @cached_property
     def cached_layers(self) -> tuple[LayerSpec, ...]:
         """The layers that may store keys and values: all, then that of the head that drafts."""

@@ -95,16 +95,23 @@ class PipelineStage:
     Attributes:
         number, count: number of the stage, from 0, and of all stages.
         layers: their numbers.
+        reads_tokens: it needs the embedding although it is not the first stage, for drafts.
     """
 
     number: int
     count: int
     layers: range
+    reads_tokens: bool = False
 
     @property
     def first(self) -> bool:
-        """Whether it has the embedding."""
+        """Whether it is the first stage."""
         return self.number == 0
+
+    @property
+    def embeds(self) -> bool:
+        """Whether it has the embedding."""
+        return self.first or self.reads_tokens
 
     @property
     def last(self) -> bool:
@@ -118,14 +125,17 @@ class PipelineStage:
         return tuple(PipelineStage(i, len(ends), range(*run)) for i, run in runs)
 
 
-def stage_groups(groups: Sequence[KVGroup], layers: range) -> tuple[KVGroup, ...]:
-    """Return the cache groups with only some layers. No group is removed, even without layers."""
-    stage = []
+def stage_groups(groups: Sequence[KVGroup], stage: PipelineStage) -> tuple[KVGroup, ...]:
+    """Return the cache groups with only the layers of a stage, and in the last one that of a head
+    after them. No group is removed, even without layers."""
+    end = stage.layers.stop + stage.last
+    cut = []
     for group in groups:
-        indices = [i for i, layer in enumerate(group.layers) if layer in layers]
-        specs = tuple(group.specs[i] for i in indices)
-        stage.append(replace(group, specs=specs, layers=tuple(group.layers[i] for i in indices)))
-    return tuple(stage)
+        pairs = zip(group.specs, group.layers, strict=True)
+        kept = [(spec, layer) for spec, layer in pairs if stage.layers.start <= layer < end]
+        specs, layers = tuple(spec for spec, _ in kept), tuple(layer for _, layer in kept)
+        cut.append(replace(group, specs=specs, layers=layers))
+    return tuple(cut)
 
 
 def cut_groups(groups: Sequence[KVGroup], rank: int, size: int) -> tuple[KVGroup, ...]:

@@ -112,7 +112,8 @@ class StepOutput:
         logits: [sampling rows, vocab] fp32.
         top, top_ids: [sampling rows] fp32 and int64, the largest logit of each row and its token;
             see `Ops.largest`.
-        onward: what `EngineNetwork.onward` returns, [tokens, width]; (): there is none.
+        onward: what `EngineNetwork.onward` returns, [tokens, width], or (); of a stage that is not
+            the last, the residual streams that `onward` will read.
     """
 
     hidden: Tensor
@@ -198,29 +199,31 @@ class EngineNetwork:
         positions: Tensor,
         layouts: Sequence[StepLayout],
         logits_indices: Tensor,
-        entered: Tensor | None = None,
+        entered: Sequence[Tensor] = (),
     ) -> StepOutput:
         """Run the forward of a step; the head only for rows that sample.
 
         Args:
-            entered: [tokens, hidden] of the stage before this one, if there is one. A stage that is
-                not the last returns its result as `hidden`.
+            entered: results of the stage before this one, if there is one: `hidden` and `onward` of
+                its output.
         """
         metadata = tuple(
             self.backend.plan(layout, group.spec.window if group.layers else None)
             for layout, group in zip(layouts, self.groups, strict=True)
         )
-        taps = Taps(self.taps, lambda x: self.ops.scaled(x, 1.0)) if self.taps else None
+        taps = None
+        if self.taps:
+            taps = Taps(self.taps, lambda x: self.ops.scaled(x, 1.0), list(entered[1:]))
         kv, states = self.kv.layers, self.states.layers
         ctx = ForwardContext(positions, metadata, kv, states, taps=taps)
         model, stage = self.model, self.stage
         if stage is None:
             hidden = model.forward(input_ids, ctx)
         else:
-            x = model.enter(input_ids, ctx) if entered is None else entered
+            x = entered[0] if entered else model.enter(input_ids, ctx)
             x = model.blocks(x, ctx, slice(stage.layers.start, stage.layers.stop))
             if not stage.last:
-                return StepOutput(x, x[:0], x[:0], x[:0])
+                return StepOutput(x, x[:0], x[:0], x[:0], tuple(taps.kept) if taps else ())
             hidden = model.leave(x)
         if not self.generates:
             return StepOutput(hidden, hidden[:0], hidden[:0], hidden[:0])

@@ -284,7 +284,7 @@ class EarlierStages(Followers, Protocol):
     first stage at once, each other stage when it has the result of the one before."""
 
     def entered(self) -> bytes:
-        """Wait for their result of the oldest step not fetched yet: [tokens, hidden].
+        """Wait for their results of the oldest step not fetched yet; see `FixedInputs.enter`.
 
         Raises:
             GroupLost: one of them is gone.

@@ -13,7 +13,7 @@ import torch
 from kvik.attention.base import AttentionBackend
 from kvik.config.config import ResolvedConfig
 from kvik.config.memory import DRAFT_STATES
-from kvik.config.speculative import EAGLE3, ResolvedSpeculation
+from kvik.config.speculative import EAGLE3, EMBEDDING_METHODS, ResolvedSpeculation
 from kvik.errors import ModelError
 from kvik.models.decoder import Decoder, Predictor
 from kvik.models.eagle3 import Eagle3Head
@@ -176,20 +176,25 @@ def load_share(
         model = load_transformers(config, parts.dtype, parts.device)
         nothing = KVCache((), (), {})  # each request has a separate cache
         return EngineNetwork(model, parts.ops, parts.backend, groups, nothing)
+    spec, speculation = config.model, config.speculation
     if stage is not None:
-        groups = stage_groups(groups, stage.layers)
+        groups = stage_groups(groups, stage)
+        if not stage.last:
+            spec = replace(spec, predictor=None)
+        elif speculation is not None and speculation.method in EMBEDDING_METHODS:
+            stage = replace(stage, reads_tokens=True)
     if setup is not None:
         groups = cut_groups(groups, setup.rank, setup.size)
     path = Path(runner.model_path)
-    network = load_network(
-        config, platform, config.model, path, groups, runner.quantization, stage=stage
-    )
+    network = load_network(config, platform, spec, path, groups, runner.quantization, stage=stage)
     if setup is not None:
         network = replace(network, ranks=setup.ranks)
-    speculation = config.speculation
-    if speculation is not None and speculation.divided and (stage is None or stage.last):
-        network = _with_drafting(config, speculation, platform, setup, network)
-    return network
+    if speculation is None or not speculation.divided:
+        return network
+    network = replace(network, taps=speculation.source.taps)
+    if stage is not None and not stage.last:
+        return network
+    return _with_drafting(config, speculation, platform, setup, network)
 
 
 def _with_drafting(
@@ -230,7 +235,7 @@ def _with_drafting(
         # Forks copy its blocks, too.
         storages = (*target.kv.storages, *drafting.kv.storages)
         both = replace(target.kv, storages=storages)
-        target = replace(target, kv=both, taps=source.taps, onward=head.onward)
+        target = replace(target, kv=both, onward=head.onward)
     if not isinstance(head, Predictor):
         head.embed_target = model.embed
     tokens = StepSizes.of_drafting(config).tokens
@@ -282,8 +287,8 @@ def _load(
     if not adapted:
         runner = replace(runner, lora=None, adapters=(), max_adapters=0, adapter_ranks={})
     fixed: tuple[str, ...] = ()
-    if spec.predictor is not None:  # drafts come from the plain model
-        fixed = (f"{spec.predictor.scope.format(spec.num_layers)}.",)
+    if spec.predictor_scope:  # drafts come from the plain model
+        fixed = (spec.predictor_scope,)
 
     def load(
         checkpoint: Checkpoint | None, storage: Storage | None

@@ -64,7 +64,7 @@ class StageTape:
         """Run a step.
 
         Args:
-            entered: [tokens, hidden] from the stage before; b"" in the first stage.
+            entered: results of the stage before; see `FixedInputs.enter`; b"" in the first stage.
         """
         for name, array in arrays.items():
             self._inputs.put(name, array)

@@ -333,10 +333,11 @@ class NativePlatform(Platform):
 
         zeros = np.zeros if self.group is None else self.group.fixed
         groups, blocks = len(network.groups), self._max_blocks
-        entered = None
-        if network.stage is not None and not network.stage.first:
-            entered = self._hidden_size, self.parts.dtype
-        inputs = FixedInputs(sizes, groups, blocks, zeros=zeros, entered=entered)
+        stage, entered = network.stage, 0
+        if stage is not None and not stage.first:
+            entered = 1 + sum(layer < stage.layers.start for layer in network.taps)
+        results = entered, self._hidden_size, self.parts.dtype
+        inputs = FixedInputs(sizes, groups, blocks, zeros=zeros, entered=results)
         return CpuTape.capture(self.native, network, inputs, self._block_size)
 
     def for_drafts(self) -> Platform:

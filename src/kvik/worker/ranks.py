@@ -213,9 +213,9 @@ class LeadingRank(Member):
         """Process messages from the engine, until it ends.
 
         Args:
-            entered: waits for [tokens, hidden] of the next step from the stage before; returns b""
+            entered: waits for the results of the next step from the stage before; returns b""
                 in the first stage.
-            leave: hands this stage's result to the next stage.
+            leave: hands this stage's results to the next stage.
 
         Raises:
             EOFError, OSError: from these functions, when a process has ended.
@@ -227,8 +227,9 @@ class LeadingRank(Member):
     def _do(self, message: Message) -> None:
         if isinstance(message, SentStep):
             self._network.copy(message.block_copies, message.state_copies)
-            hidden = self._tape.run(unpacked(message.inputs), self._entered()).hidden
-            self._leave(hidden.view(torch.uint8).numpy().data.cast("B"))
+            output = self._tape.run(unpacked(message.inputs), self._entered())
+            result = torch.cat((output.hidden, *output.onward)) if output.onward else output.hidden
+            self._leave(result.view(torch.uint8).numpy().data.cast("B"))
             return
         ranks = self._network.ranks
         if ranks is not None and isinstance(message, GiveBack | OpenPages | CopyPages):

@@ -347,13 +347,12 @@ class FixedInputs(StepInputs):
         max_blocks: int,
         *,
         zeros: Callable[[tuple[int, ...], type], np.ndarray] = np.zeros,
-        entered: tuple[int, torch.dtype] | None = None,
+        entered: tuple[int, int, torch.dtype] = (0, 0, torch.float32),
     ) -> None:
         """
         Args:
             zeros: where the memory comes from.
-            entered: width and dtype of an earlier stage's result per token; None: there is no
-                earlier stage.
+            entered: number of results of the stage before, and their width and dtype.
         """
         self.sizes = sizes
         self._arrays: dict[str, np.ndarray] = {
@@ -363,11 +362,14 @@ class FixedInputs(StepInputs):
         for group in range(num_groups):
             self._arrays[f"block_table {group}"] = zeros((sizes.seqs, max_blocks), np.int32)
         self._tensors = {name: torch.from_numpy(array) for name, array in self._arrays.items()}
-        self.entered: Tensor | None = None  # [tokens, hidden]
-        if entered is not None:
-            width, dtype = entered
-            memory = zeros((sizes.tokens * width * dtype.itemsize,), np.uint8)
-            self.entered = torch.from_numpy(memory).view(dtype).view(sizes.tokens, width)
+        count, width, dtype = entered
+        self._entered = [
+            zeros((sizes.tokens * width * dtype.itemsize,), np.uint8) for _ in range(count)
+        ]
+        self.entered = [  # [tokens, width] each
+            torch.from_numpy(memory).view(dtype).view(sizes.tokens, width)
+            for memory in self._entered
+        ]
         # Views by their shape: most steps have the size of a recent one.
         self._parts: dict[str, dict[tuple[int, ...], tuple[np.ndarray, Tensor]]] = {
             name: {} for name in self._arrays
@@ -392,7 +394,7 @@ class FixedInputs(StepInputs):
         return self._tensors[name]
 
     def enter(self, data: bytes) -> None:
-        """Put the result of the stage before: [tokens, hidden], as bytes."""
-        assert self.entered is not None
-        flat = self.entered.view(torch.uint8).view(-1).numpy()
-        flat[: len(data)] = np.frombuffer(data, np.uint8)
+        """Put the results of the stage before: [tokens, width] each, as bytes."""
+        parts = np.frombuffer(data, np.uint8).reshape(len(self._entered), -1)
+        for memory, part in zip(self._entered, parts, strict=True):
+            memory[: len(part)] = part

@@ -10,6 +10,7 @@ import pytest
 from helpers.assistants import Assistant, save_assistant
 from helpers.drafters import (
     HEAD_WAYS,
+    STAGES,
     check_drafts_of_forks,
     check_drafts_of_head,
     head_prompts,
@@ -44,7 +45,7 @@ def saved(tmp_path_factory) -> tuple[Path, Assistant]:
     return root, save_assistant(root)
 
 
-@pytest.mark.parametrize("way", head_ways())
+@pytest.mark.parametrize("way", head_ways(*STAGES))
 def test_drafts_are_those_of_the_definition(way, saved, monkeypatch):
     (root, assistant), noted = saved, note_drafts(monkeypatch, "assistant")
     check_drafts_of_head(assistant, noted, options(root, **HEAD_WAYS[way]), way)

@@ -51,7 +51,10 @@ def test_drafts_are_those_of_the_definition(way, saved, monkeypatch):
     check_drafts_of_head(head, noted, options(root, **HEAD_WAYS[way]), way)
 
 
-@pytest.mark.parametrize("way", ["native", pytest.param("two processes", marks=needs_native)])
+@pytest.mark.parametrize(
+    "way",
+    ["native", *(pytest.param(w, marks=needs_native) for w in ("two processes", "two stages"))],
+)
 def test_forks_copy_its_keys(way, saved, monkeypatch):
     (root, head), noted = saved, note_drafts(monkeypatch, "eagle3")
     check_drafts_of_forks(head, noted, options(root, max_num_seqs=24, **HEAD_WAYS[way]))
@@ -92,8 +95,6 @@ def test_heads_that_it_refuses(saved, tmp_path):
         drafting = {"method": "eagle3", "model": str(head)}
         with pytest.raises(KvikError, match="^spec_model: "):
             LLM(**options(root, speculative_config=drafting))
-    with pytest.raises(KvikError, match="^pipeline_parallel_size: "):
-        LLM(**options(root, threads=2, pipeline_parallel_size=2))
     with pytest.raises(KvikError, match="^kv_tiers: "):
         LLM(**options(root, kv_tiers="memory:64MiB"))
 

@@ -114,8 +114,6 @@ def test_checkpoints_and_options_it_refuses(saved, tmp_path):
         LLM(str(tmp_path), **MTP)
     with pytest.raises(KvikError, match="^spec_method: "):
         LLM("", **MTP)  # whose architecture has no such head
-    with pytest.raises(KvikError, match="^pipeline_parallel_size: "):
-        LLM(str(folder), **{**MTP, "threads": 2, "pipeline_parallel_size": 2})
 
 
 def test_an_engine_cache_serves_both(saved, tmp_path, noted):
