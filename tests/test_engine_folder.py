@@ -308,6 +308,12 @@ def test_models_that_cannot_be_built_are_refused(
         assert (tmp_path / folder / "letter.txt").read_text() == "dear"
 
 
+def test_drafts_from_other_weights_are_refused(tmp_path: Path, tiny: tuple[Path, Path]) -> None:
+    with pytest.raises(KvikError, match="^spec_method: "):
+        build(str(tiny[0]), tmp_path / "new", spec_method="ngram")
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_draft_model_may_be_an_engine_folder_or_a_gguf_file(tmp_path: Path, kernels: str) -> None:
     """With the model's own weights, rounded, most drafts are right, and the answer stays the

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvik.config.config import EngineConfig
 from kvik.config.model_source import DESCRIPTION, MODULE
+from kvik.config.speculative import MTP
 from kvik.errors import ConfigError, shown
 from kvik.files import can_write, writing_whole_folder
 from kvik.launch import build_weights, resolve_config
@@ -43,6 +44,9 @@ def build_engine(
         raise ConfigError("model", "is an engine folder already; name the model it was built from")
     if config.load_format != "safetensors":
         raise ConfigError("load_format", "must be safetensors: random weights are not stored")
+    if resolved.speculation is not None and resolved.speculation.method != MTP:
+        reason = f"must be {MTP} or left out: only the model's own head is in its engine folder"
+        raise ConfigError("spec_method", reason)
     files = model_files(Path(resolved.runner.model_path)).descriptions()
 
     try:

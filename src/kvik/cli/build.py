@@ -21,7 +21,7 @@ from kvik.spec.engine_folder import Manifest, is_engine_folder, verify
 
 FIELDS = (
     *("revision", "lora", "quantization", "dtype", "kernels", "device", "threads"),
-    "memory_utilization",
+    *("memory_utilization", "spec_method"),
 )
 
 

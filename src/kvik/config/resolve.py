@@ -292,10 +292,8 @@ def _predicting(spec: ModelSpec) -> ModelSpec:
     Raises:
         ConfigError: it has none.
     """
-    if spec.family.predictor is None or spec.built is not None:
+    if spec.family.predictor is None:
         reason = f"kvik knows no head of {spec.architecture} that predicts further tokens"
-        if spec.built is not None:
-            reason = "an engine folder has no such head"
         raise ConfigError("spec_method", f"must be another one than {MTP}: {reason}")
     return replace(spec, predictor=spec.family.predictor)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from zlib import crc32
 
@@ -44,6 +44,8 @@ def load_model(
         ModelError: the checkpoint does not fit the spec, or cannot be quantised; or an adapter does
             not fit.
     """
+    checkpoint = builder.checkpoint
+    _check_predictor(spec, builder.storage.names if checkpoint is None else checkpoint.entries)
     model = spec.family.make(spec, builder)
     layered = spec.pooling is not None and spec.pooling.layers
     pooled = builder.pooled(spec.pooling) if layered and spec.pooling is not None else None
@@ -54,16 +56,18 @@ def load_model(
     if builder.checkpoint is None:
         random_weights(builder.declared, seed)
     else:
-        _check_predictor(spec, builder.checkpoint)
         load_weights(builder.declared, builder.checkpoint)
     return model, pooled
 
 
-def _check_predictor(spec: ModelSpec, checkpoint: Checkpoint) -> None:
-    """Raise ModelError if the head that drafts is to be used, and the checkpoint has none."""
+def _check_predictor(spec: ModelSpec, names: Collection[str]) -> None:
+    """Raise ModelError if the head that drafts is to be used, and the weights of these names have
+    none; without names they are random."""
     scope = spec.predictor_scope
-    if scope and not any(name.startswith(scope) for name in checkpoint.entries):
+    if scope and names and not any(name.startswith(scope) for name in names):
         reason = f"the weights have no head of this kind ({scope}*)"
+        if spec.built is not None:
+            reason += ": build the engine folder with --spec-method mtp"
         raise ModelError("spec_method", f"must be another one than mtp: {reason}")
 
 

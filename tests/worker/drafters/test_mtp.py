@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,13 @@ from helpers.drafters import (
     head_ways,
     note_drafts,
 )
+from helpers.optional_native import needs_native
 from helpers.predicting import NAMES, WEIGHTS, Head, save_predicting
 from safetensors.torch import load_file, save_file
 
 from kvik import LLM, SamplingParams
+from kvik.build import build_engine
+from kvik.config.config import EngineConfig
 from kvik.errors import KvikError
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -121,6 +125,29 @@ def test_an_engine_cache_serves_both(saved, tmp_path, noted):
     for options in (MTP, {**MTP, "speculative_config": None}) * 2:
         with LLM(str(folder), **options, engine_cache=str(tmp_path)) as llm:
             llm.generate(head_prompts(), SamplingParams(temperature=0.0, max_tokens=6))
+    assert noted and all(found == head.drafts(text, len(found)) for text, found in noted.items())
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["native", *(pytest.param(w, marks=needs_native) for w in ("two processes", "two stages"))],
+)
+def test_an_engine_folder_serves_both(way, saved, tmp_path, noted):
+    folder, head = saved("deepseek3")
+    config = EngineConfig(model=str(folder), device="cpu", dtype="float32", threads=1)
+    for name, method in (("plain", None), ("drafting", "mtp")):
+        build_engine(replace(config, spec_method=method), tmp_path / name, lambda done, total: None)
+    options = {**MTP, **HEAD_WAYS[way]}
+    with pytest.raises(KvikError, match="^spec_method: .*--spec-method mtp"):
+        LLM(str(tmp_path / "plain"), **options)
+    greedy = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    answers = []
+    for drafting in (options["speculative_config"], None):
+        more = {**options, "speculative_config": drafting}
+        with LLM(str(tmp_path / "drafting"), **more) as llm:
+            outputs = llm.generate(head_prompts(), greedy)
+        answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers[0] == answers[1]
     assert noted and all(found == head.drafts(text, len(found)) for text, found in noted.items())
 
 
