@@ -224,6 +224,7 @@ HEAD_WAYS: dict[str, dict[str, Any]] = {
     "torch": {"kernels": "torch"},
     "chunks": {"max_num_batched_tokens": 17, "block_size": 8},
     "preemption": {"num_blocks": 12},
+    "swap": {"num_blocks": 12, "kv_tiers": "memory:64MiB"},
     "two processes": {**PROCESSES, "tensor_parallel_size": 2},
     "three processes": {**PROCESSES, "tensor_parallel_size": 3},
     "two stages": {**PROCESSES, "pipeline_parallel_size": 2},
@@ -232,6 +233,18 @@ HEAD_WAYS: dict[str, dict[str, Any]] = {
         **PROCESSES,
         "tensor_parallel_size": 2,
         "pipeline_parallel_size": 2,
+    },
+    "two processes, swap": {
+        **PROCESSES,
+        "tensor_parallel_size": 2,
+        "num_blocks": 12,
+        "kv_tiers": "memory:64MiB",
+    },
+    "two stages, swap": {
+        **PROCESSES,
+        "pipeline_parallel_size": 2,
+        "num_blocks": 12,
+        "kv_tiers": "memory:64MiB",
     },
     "two processes, torch": {**PROCESSES, "tensor_parallel_size": 2, "kernels": "torch"},
     "fast cut": {
@@ -244,7 +257,8 @@ HEAD_WAYS: dict[str, dict[str, Any]] = {
 
 
 FAST_WAYS = ("two processes", "two stages")
-STAGES = ("two stages", "three stages", "two stages of two processes")
+STAGES = tuple(way for way, options in HEAD_WAYS.items() if "pipeline_parallel_size" in options)
+TIERS = tuple(way for way, options in HEAD_WAYS.items() if "kv_tiers" in options)
 
 
 def head_ways(*leave_out: str) -> list[object]:
@@ -281,8 +295,10 @@ def check_drafts_of_head(
         first = llm.generate(head_prompts(), greedy)
         longer = [out.prompt_token_ids + out.outputs[0].token_ids + [5, 6] for out in first]
         again = llm.generate([*longer, *head_prompts()], greedy)  # with prefixes in the cache
-        assert way == "preemption" or any(out.num_cached_tokens for out in again)
-        assert way != "preemption" or llm.stats().preemptions
+        scarce, tiers = "num_blocks" in HEAD_WAYS[way], "kv_tiers" in HEAD_WAYS[way]
+        assert scarce or any(out.num_cached_tokens for out in again)
+        assert tiers or not scarce or llm.stats().preemptions
+        assert not tiers or llm.stats().moves.totals.loaded_tokens
         drafts = llm.stats().speculation.drafts
         assert 0 < drafts.accepted < drafts.drafts
     assert sum(map(len, noted.values())) > 50

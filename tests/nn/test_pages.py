@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from kvik.nn.pages import (
     DevicePages,
     DeviceStatePages,
     GroupPages,
+    JoinedPages,
     PageName,
     PagePart,
     StatePages,
@@ -182,6 +184,46 @@ def test_processes_write_and_read_their_parts_of_a_page(
             if rank and kv_share(heads, rank - 1, ranks) == (begin, end):
                 assert np.array_equal(found, before)  # written by another rank
     assert np.array_equal(found[PAGE_HEAD_BYTES:], right[PAGE_HEAD_BYTES:])
+
+
+@pytest.mark.parametrize("kind", ["numpy", "native", "of a GPU"])
+def test_pages_of_two_caches_with_the_same_blocks(kind: str) -> None:
+    """Their bytes follow each other in a page."""
+    caches, made, first = [], [], PAGE_HEAD_BYTES
+    for heads, dim in ((2, 16), (3, 8)):
+        (group,) = group_layers([spec(heads, dim)])
+        cache = allocate_kv([group], 6, 16, torch.float32, torch.device("cpu"))
+        for storage in cache.storages:
+            storage.view(torch.uint8).random_(0, 256)
+        if kind == "of a GPU":
+            made.append(DevicePages(group, cache, 16, first))
+        else:
+            native = kind == "native"
+            made += group_pages([group], [group], cache, ALONE, heads_first=native, first=first)
+        assert made[-1].num_bytes == first + 16 * group.bytes_per_token
+        first = made[-1].num_bytes
+        caches.append(cache)
+    pages = JoinedPages(*made)
+    rows = np.full((3, pages.num_bytes + 5), 7, np.uint8)
+    pages.copy_out([5, 2], rows, [2, 0])
+    assert (rows[1] == 7).all() and (rows[:, :PAGE_HEAD_BYTES] == 7).all()
+    assert (rows[:, pages.num_bytes :] == 7).all()
+    pages.copy_in(rows, [2, 0], [0, 1])
+    for storage in (storage for cache in caches for storage in cache.storages):
+        of_bytes = storage.view(torch.uint8)
+        assert torch.equal(of_bytes[[0, 1]], of_bytes[[5, 2]])
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_a_stage_without_layers_of_a_group_copies_nothing(heads_first: bool) -> None:
+    groups = group_layers([spec(2, 16)] * 2)
+    cache = allocate_kv(groups, 4, 16, torch.float32, torch.device("cpu"))
+    (none,) = (replace(group, specs=(), layers=()) for group in groups)
+    (pages,) = group_pages(groups, [none], cache, ALONE, heads_first=heads_first)
+    page = np.ones((1, pages.num_bytes), np.uint8)
+    pages.copy_out([3], page, [0])
+    pages.copy_in(page, [0], [3])
+    assert page.all() and not any(storage.any() for storage in cache.storages)
 
 
 @pytest.mark.parametrize("wide", [True, False])

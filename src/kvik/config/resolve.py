@@ -32,7 +32,7 @@ from kvik.config.fit import (
 )
 from kvik.config.hardware import Hardware
 from kvik.config.kv_budget import KVBudgets, check_model
-from kvik.config.memory import Limit
+from kvik.config.memory import Footprint, Limit
 from kvik.config.parallel import (
     check_group,
     check_replicas,
@@ -53,6 +53,7 @@ from kvik.config.speculative import (
     MTP,
     NO_SOURCE,
     DraftSource,
+    ResolvedSpeculation,
     SpeculativeConfig,
 )
 from kvik.config.units import show_bytes
@@ -61,7 +62,7 @@ from kvik.errors import CapacityError, ConfigError
 from kvik.models.gemma4 import ASSISTANT
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.adapters import Adapter
-from kvik.spec.kv import AUTO, PAGE_HEAD_BYTES, KVGroup, state_pages
+from kvik.spec.kv import AUTO, PAGE_HEAD_BYTES, state_pages
 from kvik.spec.visible_keys import Budget, Window
 from kvik.spec.weights import SCHEMES
 
@@ -111,8 +112,6 @@ def resolve(
     check_group(config, spec, compute, hardware)
     check_replicas(config, compute, hardware)
     tiers = check_tiers(config, spec, compute, moves=moves)
-    if tiers is not None and requested is not None and requested.method == EAGLE3:
-        raise ConfigError(TIERS, f"must be left out: no page holds keys and values of {EAGLE3}")
     mapped = None if built is None else built.weight_bytes
     replicas, total = config.data_parallel_size, _of_fullest(limit, config, compute, hardware)
     limit = replica_limit(total, replicas, compute, hardware, mapped) if replicas > 1 else total
@@ -163,7 +162,11 @@ def resolve(
             checkpoints=footprint.num_checkpoints(size) if spec.states else None,
             private=spec.fallback is not None,
             tiers=tier_sizes(
-                tiers, footprint.groups, config.block_size, notes, state_bytes=spec.state_bytes
+                tiers,
+                _paged(footprint, speculation),
+                config.block_size,
+                notes,
+                state_bytes=spec.state_bytes,
             ),
         ),
         scheduler=SchedulerConfig(
@@ -521,9 +524,19 @@ def less_memory_tier(
     return Limit(limit.size - tiers.memory, f"{limit.source}, less the {size} of kv_tiers")
 
 
+def _paged(footprint: Footprint, speculation: ResolvedSpeculation | None) -> list[int]:
+    """Return the bytes of a token in a page of each KV group: of its layers, and of a head that has
+    the same blocks."""
+    sizes = [group.bytes_per_token for group in footprint.groups]
+    if speculation is not None and speculation.method == EAGLE3 and footprint.draft is not None:
+        head = footprint.draft.groups
+        sizes[speculation.draft_group] += sum(group.bytes_per_token for group in head)
+    return sizes
+
+
 def tier_sizes(
     tiers: TierOptions | None,
-    groups: Sequence[KVGroup],
+    groups: Sequence[int],
     block_size: int,
     notes: Notes,
     *,
@@ -532,6 +545,7 @@ def tier_sizes(
     """Return the sizes of the tiers in pages.
 
     Args:
+        groups: bytes of a token in a page of each KV group.
         state_bytes: of the states of a request.
 
     Raises:
@@ -539,7 +553,7 @@ def tier_sizes(
     """
     if tiers is None:
         return None
-    pages = tuple(PAGE_HEAD_BYTES + group.bytes_per_token * block_size for group in groups)
+    pages = tuple(PAGE_HEAD_BYTES + size * block_size for size in groups)
     largest = max(pages)
     count, page_of_states = state_pages(state_bytes, largest) if state_bytes else (0, 0)
     min_bytes, states = largest + count * max(largest, page_of_states), ""

@@ -144,12 +144,14 @@ class HostPages:
         share: PagePart,
         *,
         heads_first: bool,
+        first: int = PAGE_HEAD_BYTES,
     ) -> None:
         """
         Args:
             group: with all layers and heads.
             local_group: the part of it in `cache`.
             share, heads_first: see `group_pages`.
+            first: the first byte of these layers in a page.
         """
         self._shares = group.shares
         self._parts: list[tuple[np.ndarray, int, int]] = []  # [blocks, ...] uint8, first, end
@@ -157,7 +159,6 @@ class HostPages:
         begin, end = kv_share(heads, share.rank, share.size)
         # If several processes have the same heads, the first one writes them.
         self._writes = not share.rank or kv_share(heads, share.rank - 1, share.size) != (begin, end)
-        first = PAGE_HEAD_BYTES
         for layer, spec in zip(group.layers, group.specs, strict=True):
             at = first
             first += spec.bytes_per_token * share.block_size
@@ -169,11 +170,12 @@ class HostPages:
         self.num_bytes = first
         counts = [-(-len(blocks) // self._shares) for blocks, _, _ in self._parts]
         self._num_blocks = min(counts, default=0)
-        self._table = _table(self._parts, self._shares) if heads_first else None
+        copies = heads_first and bool(self._parts)  # a stage may have no layer of the group
+        self._table = _table(self._parts, self._shares) if copies else None
 
     def copy_out(self, blocks: Sequence[int], pages: np.ndarray, rows: Sequence[int]) -> None:
         """See `GroupPages.copy_out`."""
-        if not self._writes or not self._parts:  # a stage may have only layers with states
+        if not self._writes:
             return
         if self._table is not None:
             self._copy(blocks, pages, rows, load=False)
@@ -184,7 +186,7 @@ class HostPages:
 
     def copy_in(self, pages: np.ndarray, rows: Sequence[int], blocks: Sequence[int]) -> None:
         """See `GroupPages.copy_in`."""
-        if self._table is not None and self._parts:
+        if self._table is not None:
             self._copy(blocks, pages, rows, load=True)
             return
         for row, block in zip(rows, blocks, strict=True):
@@ -200,8 +202,6 @@ class HostPages:
         self, blocks: Sequence[int], pages: np.ndarray, rows: Sequence[int], *, load: bool
     ) -> None:
         """Copy in one native call, which releases the GIL: parts of blocks are ranges of bytes."""
-        if not self._parts:  # a stage may have no layer of the group
-            return
         native = _native()
         assert native is not None and self._table is not None
         block_ids, to = np.array(blocks, np.int64), np.array(rows, np.int64)
@@ -216,11 +216,16 @@ class DevicePages:
     together on the GPU, and crosses the bus as a whole.
     """
 
-    def __init__(self, group: KVGroup, cache: KVCache, block_size: int) -> None:
-        self.num_bytes = PAGE_HEAD_BYTES + group.bytes_per_token * block_size
-        self._shares = group.shares
+    def __init__(
+        self, group: KVGroup, cache: KVCache, block_size: int, first: int = PAGE_HEAD_BYTES
+    ) -> None:
+        """
+        Args:
+            first: the first byte of these layers in a page.
+        """
+        self.num_bytes = first + group.bytes_per_token * block_size
+        self._first, self._shares = first, group.shares
         self._parts: list[tuple[Tensor, int]] = []  # [blocks, ...], the first byte in a page
-        first = PAGE_HEAD_BYTES
         for layer in group.layers:
             for tensor in cache.of(layer).tensors:
                 self._parts.append((_words_of(tensor, gcd(first, self.num_bytes, 8)), first))
@@ -234,13 +239,13 @@ class DevicePages:
             for tensor, first in self._parts:
                 _within(assembled, tensor, first).copy_(tensor.index_select(0, at))
             for page, target in zip(assembled, hosted, strict=True):
-                target.copy_(page[PAGE_HEAD_BYTES:], non_blocking=True)
+                target.copy_(page[self._first :], non_blocking=True)
 
     def copy_in(self, pages: np.ndarray, rows: Sequence[int], blocks: Sequence[int]) -> None:
         """See `GroupPages.copy_in`."""
         for at, assembled, hosted in self._begin(pages, rows, blocks):
             for page, source in zip(assembled, hosted, strict=True):
-                page[PAGE_HEAD_BYTES:].copy_(source, non_blocking=True)
+                page[self._first :].copy_(source, non_blocking=True)
             for tensor, first in self._parts:
                 tensor.index_copy_(0, at, _within(assembled, tensor, first))
 
@@ -252,8 +257,8 @@ class DevicePages:
         self, pages: np.ndarray, rows: Sequence[int], blocks: Sequence[int]
     ) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
         """Yield some blocks at a time: their places in the cache, [n]; memory on the GPU for their
-        pages, [n, num_bytes] uint8; the bytes of each row after the header."""
-        host = torch.from_numpy(pages)[:, PAGE_HEAD_BYTES : self.num_bytes]
+        pages, [n, num_bytes] uint8; the bytes of these layers in each row."""
+        host = torch.from_numpy(pages)[:, self._first : self.num_bytes]
         for start in range(0, len(blocks), self._at_once):
             some = np.array(blocks[start : start + self._at_once], np.int64)
             at = upload(some * self._shares, self._device)
@@ -353,6 +358,27 @@ class DeviceStatePages(StatePages):
         target.copy_(source, non_blocking=True)
 
 
+class JoinedPages:
+    """`GroupPages` of the layers of a KV group and, after them, of others with the same blocks."""
+
+    def __init__(self, pages: GroupPages, others: GroupPages) -> None:
+        self._both, self.num_bytes = (pages, others), others.num_bytes
+
+    def copy_out(self, blocks: Sequence[int], pages: np.ndarray, rows: Sequence[int]) -> None:
+        """See `GroupPages.copy_out`."""
+        for part in self._both:
+            part.copy_out(blocks, pages, rows)
+
+    def copy_in(self, pages: np.ndarray, rows: Sequence[int], blocks: Sequence[int]) -> None:
+        """See `GroupPages.copy_in`."""
+        for part in self._both:
+            part.copy_in(pages, rows, blocks)
+
+    def complete(self, blocks: Sequence[int]) -> bool:
+        """See `GroupPages.complete`."""
+        return all(part.complete(blocks) for part in self._both)
+
+
 def group_pages(
     groups: Sequence[KVGroup],
     local_groups: Sequence[KVGroup],
@@ -360,6 +386,7 @@ def group_pages(
     share: PagePart,
     *,
     heads_first: bool,
+    first: int = PAGE_HEAD_BYTES,
 ) -> tuple[GroupPages, ...]:
     """Return the `GroupPages` of each KV group.
 
@@ -368,11 +395,14 @@ def group_pages(
         local_groups: the parts of them in `cache`.
         heads_first: a block's bytes are ordered by heads, the layout of the native kernels; else
             they are [block_size, kv_heads, ...].
+        first: the first byte of their layers in a page.
     """
     if cache.storages and cache.storages[0].device.type != "cpu":
-        return tuple(DevicePages(group, cache, share.block_size) for group in groups)
+        return tuple(DevicePages(group, cache, share.block_size, first) for group in groups)
     pairs = zip(groups, local_groups, strict=True)
-    return tuple(HostPages(*pair, cache, share, heads_first=heads_first) for pair in pairs)
+    return tuple(
+        HostPages(*pair, cache, share, heads_first=heads_first, first=first) for pair in pairs
+    )
 
 
 def _table(parts: Sequence[tuple[np.ndarray, int, int]], shares: int) -> np.ndarray | None:

@@ -157,7 +157,16 @@ def fingerprints(runner: RunnerConfig) -> str:
     """
     if runner.load_format != "safetensors":
         return ""
-    by_file = _fingerprints(Path(runner.model_path), runner.lora)
+    return digest_of(Path(runner.model_path), runner.lora)
+
+
+def digest_of(path: Path, lora: str | None = None) -> str:
+    """Return a digest of the files of a model or head, and of an adapter.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    by_file = _fingerprints(path, lora)
     for facts in by_file.values():
         del facts["changed_ns"]
     return hashlib.sha256(json.dumps(by_file, sort_keys=True).encode()).hexdigest()

@@ -15,19 +15,29 @@ import struct
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from mmap import mmap
 
 import numpy as np
 
 from kvik.attention.select import NATIVE
 from kvik.config.config import ResolvedConfig
+from kvik.config.speculative import EAGLE3
 from kvik.errors import ConfigError
 from kvik.files import shared_memory
-from kvik.nn.pages import DeviceStatePages, GroupPages, PagePart, StatePages, group_pages
+from kvik.nn.pages import (
+    DeviceStatePages,
+    GroupPages,
+    JoinedPages,
+    PagePart,
+    StatePages,
+    group_pages,
+)
 from kvik.spec.kv import STATE_BYTES
 from kvik.spec.shares import PipelineStage
 from kvik.worker.graphs import EngineNetwork
 from kvik.worker.group import CopyPages, EarlierStages, OpenPages, OtherRanks, RankSetup
+from kvik.worker.loading import head_groups
 from kvik.worker.staged_mover import Copied
 
 HEAD_BYTES = 1 << 16  # before the pages: a number for each process (`MAX_RANKS` x `MAX_STAGES`)
@@ -49,10 +59,16 @@ def own_pages(
     block_size = config.cache.block_size
     share = PagePart(block_size) if setup is None else PagePart(block_size, setup.rank, setup.size)
     native = config.runner.attention_backend == NATIVE
-    groups, tiers = config.cache.groups, config.cache.tiers
-    pages = group_pages(groups, network.groups, network.kv, share, heads_first=native)
+    tiers, copy = config.cache.tiers, partial(group_pages, share=share, heads_first=native)
+    pages = list(copy(config.cache.groups, network.groups, network.kv))
+    speculation, drafting = config.speculation, network.drafting
+    if drafting is not None and speculation is not None and speculation.method == EAGLE3:
+        target = pages[speculation.draft_group]
+        first = target.num_bytes
+        (head,) = copy(head_groups(config), drafting.groups, drafting.kv, first=first)
+        pages[speculation.draft_group] = JoinedPages(target, head)
     if tiers is None or not tiers.state_pages:
-        return pages
+        return tuple(pages)
     layers = config.model.layers[: 0 if network.stage is None else network.stage.layers.start]
     kind = StatePages if network.states.pool.device.type == "cpu" else DeviceStatePages
     states = kind(

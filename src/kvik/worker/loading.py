@@ -219,8 +219,7 @@ def _with_drafting(
         kv: KVCache | None = target.kv
         groups = tuple(map(_before_newest, target.groups))
         if speculation.method == EAGLE3:
-            specs = source.spec.kv_specs(DTYPE_BYTES[config.runner.dtype])
-            groups, kv = group_layers(specs, separate=True), None
+            groups, kv = head_groups(config), None
             groups = groups if setup is None else cut_groups(groups, setup.rank, setup.size)
         path, quantization = Path(source.path), speculation.quantization
         with of_drafts():
@@ -242,6 +241,13 @@ def _with_drafting(
     head.hidden = hidden = platform.hidden_states(tokens, spec.hidden_size)
     drafting = replace(drafting, model=head, ranks=target.ranks, stage=None, hidden=hidden)
     return replace(target, drafting=drafting)
+
+
+def head_groups(config: ResolvedConfig) -> tuple[KVGroup, ...]:
+    """Return the KV groups of a draft model or head with a cache of its own."""
+    assert config.speculation is not None and config.speculation.source.spec is not None
+    specs = config.speculation.source.spec.kv_specs(DTYPE_BYTES[config.runner.dtype])
+    return group_layers(specs, separate=True)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from torch import Tensor
 from kvik.attention.select import NATIVE
 from kvik.config.config import ResolvedConfig
 from kvik.config.hardware import detect
+from kvik.config.speculative import EAGLE3
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.structured import Constraint, Grammars
 from kvik.errors import ConfigError, GroupLost, ParamError
@@ -29,7 +30,7 @@ from kvik.spec.engine_folder import read_manifest
 from kvik.version import __version__
 from kvik.worker.disk_tier import ComputedPages, DiskTier, ReplayTier, usable_folder
 from kvik.worker.drafters.registry import DrafterParts, build_drafter
-from kvik.worker.engine_cache import fingerprints
+from kvik.worker.engine_cache import digest_of, fingerprints
 from kvik.worker.graphs import EngineNetwork
 from kvik.worker.group import EarlierStages, GiveBack, LoadAdapter, RankSetup
 from kvik.worker.group_pages import ProcessCopies, own_pages
@@ -392,8 +393,19 @@ def cache_fingerprint(config: ResolvedConfig) -> bytes:
         () if runner.device == "cpu" else torch.cuda.get_device_capability(runner.device),
         (model.architecture, model.layers, cache.groups, cache.block_size),
         config.scheduler.max_model_len if dynamic else 0,
+        _head_facts(config),
     )
     return hashlib.blake2b(repr(facts).encode(), digest_size=FINGERPRINT_BYTES).digest()
+
+
+def _head_facts(config: ResolvedConfig) -> tuple[object, ...]:
+    """Return what the keys and values of an EAGLE-3 head depend on, which pages hold, too."""
+    if config.speculation is None or config.speculation.method != EAGLE3:
+        return ()
+    source, stored = config.speculation.source, config.runner.load_format == "safetensors"
+    assert source.spec is not None
+    weights = digest_of(Path(source.path)) if stored else ""
+    return weights, source.spec.wiring, source.spec.layers, source.taps
 
 
 def step_participants(

@@ -124,6 +124,7 @@ def simulated(question: Question, options: Replicas) -> SimulatedEngine:
     if blocks < 1:
         raise ConfigError("hardware", f"{device.name} has no memory left for a KV block")
     tiers = None if options.kv_tiers is None else read_tiers(options.kv_tiers)
+    sizes = [group.bytes_per_token for group in cache.groups]
     return SimulatedEngine(
         blocks,
         options.block_size,
@@ -133,7 +134,7 @@ def simulated(question: Question, options: Replicas) -> SimulatedEngine:
         shape.max_context,
         cache.groups,
         cache.checkpoints,
-        tier_sizes(tiers, cache.groups, options.block_size, Notes(), state_bytes=shape.state_bytes),
+        tier_sizes(tiers, sizes, options.block_size, Notes(), state_bytes=shape.state_bytes),
         options.memory_rate * 1e9,
         options.disk_rate * 1e9,
     )

@@ -22,7 +22,7 @@ from kvik import LLM, SamplingParams
 from kvik.config.model_source import BUNDLED
 from kvik.errors import KvikError
 
-pytestmark = pytest.mark.usefixtures("forked")
+pytestmark = pytest.mark.usefixtures("forked", "loads_always")
 
 
 def options(root: Path, **more: Any) -> dict[str, Any]:

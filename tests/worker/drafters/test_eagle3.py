@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from safetensors.torch import save_file
 from kvik import LLM, SamplingParams
 from kvik.errors import KvikError
 
-pytestmark = pytest.mark.usefixtures("forked")
+pytestmark = pytest.mark.usefixtures("forked", "loads_always")
 
 
 def options(root: Path, **more: Any) -> dict[str, Any]:
@@ -95,8 +96,23 @@ def test_heads_that_it_refuses(saved, tmp_path):
         drafting = {"method": "eagle3", "model": str(head)}
         with pytest.raises(KvikError, match="^spec_model: "):
             LLM(**options(root, speculative_config=drafting))
-    with pytest.raises(KvikError, match="^kv_tiers: "):
-        LLM(**options(root, kv_tiers="memory:64MiB"))
+
+
+def test_pages_belong_to_a_head(saved, tmp_path):
+    root, head = saved
+    shutil.copytree(root / "head", tmp_path / "head")
+    changed = {name: values.clone() for name, values in head.tensors.items()}
+    changed["fc.weight"][0, 0] += 1
+    save_file(changed, tmp_path / "head" / "model.safetensors")
+    drafting = options(root)["speculative_config"]
+    another = {**drafting, "model": str(tmp_path / "head")}
+    found = []
+    for one in (drafting, another, drafting):
+        tiers = {"kv_tiers": f"disk:{tmp_path / 'kv'}:1GiB", "speculative_config": one}
+        with LLM(**options(root, **tiers)) as llm:
+            llm.generate(head_prompts(), SamplingParams(temperature=0.0, max_tokens=2))
+            found.append(llm.stats().moves.totals.loaded_tokens > 0)
+    assert found == [False, False, True]
 
 
 def test_the_plan_counts_it(saved):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.drafters import (
     HEAD_WAYS,
+    TIERS,
     check_drafts_of_head,
     head_prompts,
     head_ways,
@@ -22,7 +23,7 @@ from kvik.build import build_engine
 from kvik.config.config import EngineConfig
 from kvik.errors import KvikError
 
-pytestmark = pytest.mark.usefixtures("forked")
+pytestmark = pytest.mark.usefixtures("forked", "loads_always")
 DRAFTED = 3
 MTP = {
     "device": "cpu",
@@ -58,9 +59,14 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize("way", head_ways("native"))
-@pytest.mark.parametrize("case", ["qwen3.5", "deepseek3"])
-def test_drafts_are_those_of_the_definition_in_each_way(case, way, saved, noted):
-    folder, head = saved(case)
+def test_drafts_are_those_of_the_definition_in_each_way(way, saved, noted):
+    folder, head = saved("deepseek3")
+    check_drafts_of_head(head, noted, {"model": str(folder), **MTP, **HEAD_WAYS[way]}, way)
+
+
+@pytest.mark.parametrize("way", head_ways("native", *TIERS))
+def test_drafts_of_a_model_with_states(way, saved, noted):
+    folder, head = saved("qwen3.5")
     check_drafts_of_head(head, noted, {"model": str(folder), **MTP, **HEAD_WAYS[way]}, way)
 
 

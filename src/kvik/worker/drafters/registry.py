@@ -15,8 +15,6 @@ from kvik.config.memory import SAMPLER_BYTES
 from kvik.config.speculative import EAGLE3, FORCED, MTP, ResolvedSpeculation
 from kvik.models.gemma4 import ASSISTANT
 from kvik.models.model_spec import ModelSpec
-from kvik.spec.kv import group_layers
-from kvik.spec.model import DTYPE_BYTES
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.assistant import AssistantDrafter
 from kvik.worker.drafters.base import Drafter
@@ -34,7 +32,7 @@ from kvik.worker.drafters.heads import (
 from kvik.worker.drafters.ngram import NgramDrafter
 from kvik.worker.drafters.suffix import SuffixDrafter
 from kvik.worker.graphs import EngineNetwork, Graph, RowFunction, RowGraph
-from kvik.worker.loading import load_network, of_drafts
+from kvik.worker.loading import head_groups, load_network, of_drafts
 from kvik.worker.platforms import Platform
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampler import Sampler
@@ -129,7 +127,7 @@ def _draft_model(parts: DrafterParts) -> Drafter:
     chosen, config = parts.speculation, parts.config
     spec, step = chosen.source.spec, chosen.draft_step
     assert spec is not None and step is not None
-    groups = group_layers(spec.kv_specs(DTYPE_BYTES[config.runner.dtype]), separate=True)
+    groups = head_groups(config)
     network = load_network(
         config,
         parts.platform,
