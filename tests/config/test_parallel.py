@@ -6,12 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from helpers.configs import config as model_config
 from helpers.planned import LARGE, planned, public_spec
 
 from kvik.config.config import ResolvedConfig
 from kvik.config.hardware import Gpu
 from kvik.config.parallel import with_ranks
+from kvik.config.speculative import DraftSource
 from kvik.errors import CapacityError, ConfigError
+from kvik.models.gemma4 import ASSISTANT
+from kvik.models.model_spec import ModelSpec
 from kvik.spec.engine_folder import Built
 
 SIZES = {"max_model_len": 4096, "max_num_seqs": 8, "num_blocks": 1000}
@@ -85,6 +89,23 @@ def test_the_last_stage_has_the_head_that_drafts_and_the_table_that_it_reads(ran
     assert two.weights == alone.weights > plain.weights and two.kv_cache == alone.kv_cache
     assert two.overhead - plain.overhead == ranks * 151_552 * 4_096 * 2
     assert found[1].runner.stage_ends > found[2].runner.stage_ends  # it takes the room of layers
+
+
+def test_layers_whose_keys_an_assistant_reads_are_in_the_last_stage() -> None:
+    """The last layer with a window is the third of six."""
+    model = ModelSpec.from_config(
+        model_config(
+            "Gemma4ForCausalLM", vocab=96, hidden=32, inner=64, layers=6, heads=4, kv_heads=2,
+            head_dim=16, global_head_dim=16, hidden_size_per_layer_input=0, sliding_window=24,
+            layer_types=["sliding_attention"] * 3 + ["full_attention"] * 3,
+        )
+    )  # fmt: skip
+    layers = tuple(replace(model.layers[owner], kv_from=owner) for owner in (2, 5))
+    source = DraftSource("a", replace(model, layers=layers, wiring=ASSISTANT))
+    options = {"device": "cpu", "pipeline_parallel_size": 2, "threads": 2, **SIZES}
+    drafting = planned(model, source=source, spec_method="assistant", spec_model="a", **options)
+    assert planned(model, **options).runner.stage_ends == (3, 6)
+    assert drafting.runner.stage_ends == (2, 6)
 
 
 def test_a_model_on_several_machines_is_planned_for_one_of_them() -> None:

@@ -257,7 +257,6 @@ HEAD_WAYS: dict[str, dict[str, Any]] = {
 
 
 FAST_WAYS = ("two processes", "two stages")
-STAGES = tuple(way for way, options in HEAD_WAYS.items() if "pipeline_parallel_size" in options)
 TIERS = tuple(way for way, options in HEAD_WAYS.items() if "kv_tiers" in options)
 
 

@@ -68,7 +68,6 @@ def pairs(columns: Sequence[object]) -> list[object]:
         for case in ("qwen3.5", "deepseek3", "eagle3", "assistant")
         for column in columns
         if case != "qwen3.5" or column.values[0].name not in TIERS
-        if case != "assistant" or "pipeline_parallel_size" not in column.values[0].config
     ]
 
 

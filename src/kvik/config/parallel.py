@@ -9,7 +9,7 @@ from kvik.config.compute import Compute
 from kvik.config.config import ASKED, EngineConfig, ResolvedConfig, requested_speculation
 from kvik.config.hardware import Gpu, Hardware, detect
 from kvik.config.memory import Limit
-from kvik.config.speculative import EMBEDDING_METHODS
+from kvik.config.speculative import EMBEDDING_METHODS, NO_SOURCE, DraftSource
 from kvik.config.units import show_bytes
 from kvik.errors import CapacityError, ConfigError
 from kvik.models.model_spec import ModelSpec
@@ -128,9 +128,14 @@ def is_fast(config: EngineConfig, compute: Compute) -> bool:
     return cut == "fast" or (cut == "auto" and compute.gpu is not None)
 
 
-def stage_ends(config: EngineConfig, spec: ModelSpec, compute: Compute) -> tuple[int, ...]:
+def stage_ends(
+    config: EngineConfig, spec: ModelSpec, compute: Compute, source: DraftSource = NO_SOURCE
+) -> tuple[int, ...]:
     """Return the end of the layers of each stage, such that all stages have about the same bytes of
     weights and of keys and values of one request.
+
+    Args:
+        source: what drafts in the last stage.
 
     Raises:
         ConfigError: the layers cannot be divided so.
@@ -146,7 +151,9 @@ def stage_ends(config: EngineConfig, spec: ModelSpec, compute: Compute) -> tuple
     last += sum(cached[spec.num_layers :])  # of a head after the layers
     costs = [size + kept for size, kept in zip(weights, cached, strict=False)]
     readers = enumerate(layer.kv_from for layer in spec.layers)
-    joined = [(reader, source) for reader, source in readers if source is not None]
+    joined = [(reader, read) for reader, read in readers if read is not None]
+    end = spec.num_layers - 1
+    joined += [(end, layer) for layer in source.read_layers if layer < end]
     try:
         return tuple(run.stop for run in stages_of(costs, first, last, stages, joined))
     except ValueError as error:

@@ -59,7 +59,6 @@ from kvik.config.speculative import (
 from kvik.config.units import show_bytes
 from kvik.core.config import CacheConfig, SchedulerConfig, TierSizes
 from kvik.errors import CapacityError, ConfigError
-from kvik.models.gemma4 import ASSISTANT
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.adapters import Adapter
 from kvik.spec.kv import AUTO, PAGE_HEAD_BYTES, state_pages
@@ -116,8 +115,8 @@ def resolve(
     replicas, total = config.data_parallel_size, _of_fullest(limit, config, compute, hardware)
     limit = replica_limit(total, replicas, compute, hardware, mapped) if replicas > 1 else total
     if requested is not None:
-        spec = as_drafting(requested, spec, config, source)
-    ends = stage_ends(config, spec, compute)
+        spec = as_drafting(requested, spec, source)
+    ends = stage_ends(config, spec, compute, source)
     footprint = footprint_of(config, spec, hardware, compute, mapped)
     # Processes share the mapped pages of an engine folder.
     repeated = repeated_bytes(config, spec, compute) if mapped is None else 0
@@ -251,16 +250,14 @@ def _of_fullest(limit: Limit, config: EngineConfig, compute: Compute, hardware: 
     return replace(limit, size=int(smallest * config.memory_utilization))
 
 
-def as_drafting(
-    options: SpeculativeConfig, spec: ModelSpec, config: EngineConfig, source: DraftSource
-) -> ModelSpec:
+def as_drafting(options: SpeculativeConfig, spec: ModelSpec, source: DraftSource) -> ModelSpec:
     """Return the model with room for drafts in its states, and with its own head if that drafts.
 
     Raises:
         ConfigError: the model does not support this method.
     """
     if options.method in DIVIDED_METHODS:
-        _check_divided(options.method, spec, config)
+        _check_divided(options.method, spec)
     if options.method == MTP:
         spec = _predicting(spec)
     drafts = draft_tokens(options)
@@ -273,7 +270,7 @@ def as_drafting(
     return replace(spec, layers=tuple(layers))
 
 
-def _check_divided(method: str, spec: ModelSpec, config: EngineConfig) -> None:
+def _check_divided(method: str, spec: ModelSpec) -> None:
     """Check what methods need that read hidden states or keys of all tokens.
 
     Raises:
@@ -284,9 +281,6 @@ def _check_divided(method: str, spec: ModelSpec, config: EngineConfig) -> None:
             f"must be another one than {method}: it reads all keys, of which kv_budget drops some"
         )
         raise ConfigError("spec_method", reason)
-    if method == ASSISTANT and config.pipeline_parallel_size > 1:
-        reason = f"must be 1 with {method}: it reads keys of layers that may be in several stages"
-        raise ConfigError("pipeline_parallel_size", reason)
 
 
 def _predicting(spec: ModelSpec) -> ModelSpec:

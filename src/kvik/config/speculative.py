@@ -130,6 +130,12 @@ class DraftSource:
     taps: tuple[int, ...] = ()
 
     @property
+    def read_layers(self) -> tuple[int, ...]:
+        """The target's layers whose keys and values it reads."""
+        layers = () if self.spec is None or self.spec.wiring != ASSISTANT else self.spec.layers
+        return tuple({layer.kv_from for layer in layers if layer.kv_from is not None})
+
+    @property
     def method(self) -> str | None:
         """The method that drafts with it; None: there is nothing to draft with."""
         if self.heads is not None:

@@ -159,7 +159,7 @@ class MemoryPlanner:
         drafting = requested_speculation(config)
         try:
             if drafting is not None:
-                spec = as_drafting(drafting, spec, config, at.source)
+                spec = as_drafting(drafting, spec, at.source)
             plain = footprint_of(config, spec, hardware, compute, mapped)
             footprint = with_drafter(plain, drafting, at.source)
         except ConfigError as error:
@@ -377,7 +377,7 @@ def _stage_ends(
     try:
         if at.hardware is not None:
             check_group(full_config, spec, compute, hardware)
-        return stage_ends(full_config, spec, compute)
+        return stage_ends(full_config, spec, compute, at.source)
     except ConfigError as error:
         name = {"tensor_parallel_size": "tp", "pipeline_parallel_size": "pp"}.get(error.field)
         raise ConfigError(name or error.field, error.message) from None
