@@ -16,7 +16,7 @@ SOURCES = Path(__file__).parents[1] / "src"
 BUDGETS = {
     "attention": 1850,
     "cli": 5300,
-    "config": 5460,
+    "config": 5510,
     "core": 6950,
     "engine": 5600,
     "evaluate": 800,
@@ -29,10 +29,10 @@ BUDGETS = {
     "planner": 6200,
     "quantize": 3350,
     "server": 12250,
-    "spec": 4960,
+    "spec": 4980,
     "text": 4050,
     "training": 700,
-    "worker": 13230,
+    "worker": 13450,
     "": 5050,
 }
 
