@@ -131,6 +131,20 @@ def test_a_copy_after_a_failed_step_is_dropped() -> None:
         assert served(sim, PROMPT).num_cached_tokens == hit
 
 
+def test_a_request_ends_if_the_step_that_copied_its_state_fails() -> None:
+    """It started while that step was in flight."""
+    sim = Simulation(Setup(checkpoints=3, depth=2))
+    first = served(sim, PROMPT, 7)
+    sim.add([1])
+    sim.step_fails = True
+    assert sim.planned().state_copies  # of the state at the end of the first request
+    (second,) = sim.add([*first.token_ids, 8])
+    sim.planned()
+    assert second.num_cached_tokens == 16
+    sim.drain()
+    assert sim.ended[second.key].error
+
+
 # Tiers.
 
 TIERS = Setup(checkpoints=3, num_blocks=64, tiers=(60, 0))

@@ -162,6 +162,7 @@ class Row:
 
 
 State = dict[int, int]  # identities by number of tokens: what a state covers, then each draft
+GARBAGE: State = {-1: 0}  # left by a step that failed
 Page = list[Cell | None] | tuple[int, State]  # content of a block, or a part of a state
 
 
@@ -302,6 +303,7 @@ class FakeWorker:
         self.stateful = cache.checkpoints is not None
         self.pool: dict[int, State] = {}  # by row
         self.num_drafts = 0  # proposed after each step
+        self.broken: dict[int, list[bool]] = {}  # step -> which rows compute garbage
         self.tiers = None if cache.tiers is None else FakeTiers(cache, self.cells, self.pool)
 
     def move(self, plan: SchedulerOutput, *, fails: bool) -> ModelRunnerOutput | None:
@@ -324,7 +326,7 @@ class FakeWorker:
                 self.rows[slot].broken = True
                 self.pool[slot] = {}
             for _, target in plan.state_copies:
-                self.pool[target] = {}
+                self.pool[target] = GARBAGE
         for cut in plan.budget_cuts:
             self._cut(cut)
         if fails:
@@ -333,6 +335,7 @@ class FakeWorker:
             self.cells[target] = self.cells[source][:]
         written: set[tuple[int, int]] = set()
         states = [self._write(plan, i, written) for i in range(len(plan.slots))]
+        self.broken[plan.step] = [self.rows[slot].broken for slot in plan.slots]
         for i in range(len(plan.slots)):
             self._read(plan, i, states[i])
         errors = {}
@@ -466,6 +469,8 @@ class FakeWorker:
     def _write(self, plan: SchedulerOutput, i: int, written: set[tuple[int, int]]) -> list[int]:
         """Write the step's cells of row i, and return the identities of all prefixes to its end."""
         row, start, end, drafts = self._span(plan, i)
+        if start and self.pool.get(plan.slots[i]) == GARBAGE:
+            row.broken = True
         if not row.broken:
             known = len(row.tokens)
             if len(drafts) != plan.num_draft_tokens[i]:

@@ -209,6 +209,10 @@ class Simulation:
         if output is None:
             deltas = self.scheduler.fail("the step failed", self.now)
         else:
+            requests = self.scheduler.in_flight[0].requests
+            broken = self.worker.broken.get(output.step, [False] * len(requests))
+            for request, is_broken in zip(requests, broken, strict=True):
+                assert request.finished or not is_broken, "garbage is delivered"
             deltas = self.scheduler.update(output, self.now)
         self.check()
         self._note(deltas)

@@ -969,6 +969,18 @@ class Scheduler:
             )
             if self.moves is not None:
                 self.moves.forget_states(doubted)
+            deltas += self._end_doubted(plan, error, now)
+        return deltas
+
+    def _end_doubted(self, plan: SchedulerOutput, error: str, now: float) -> list[RequestDelta]:
+        """End the requests of steps in flight that continue from states which a failed plan
+        copied."""
+        rows, deltas = {target for _, target in plan.state_copies}, []
+        for step in self.in_flight:
+            rows |= {target for source, target in step.plan.state_copies if source in rows}
+            for slot, request in zip(step.plan.slots, step.requests, strict=True):
+                if slot in rows and not request.finished:
+                    deltas.append(self._finish(request, FinishReason.ERROR, now, [], error=error))
         return deltas
 
     @staticmethod
