@@ -4,7 +4,8 @@ the model's keys."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -71,24 +72,27 @@ def pairs(columns: Sequence[object]) -> list[object]:
     ]
 
 
-@pytest.fixture(scope="module")
-def model(request, tmp_path_factory) -> dict[str, object]:
-    folder = tmp_path_factory.mktemp("model")
-    if request.param in APART:
-        APART[request.param](folder)
+def save(case: str, folder: Path) -> dict[str, object]:
+    if case in APART:
+        APART[case](folder)
         return {"model": str(folder / "model")}
-    save_predicting(folder, request.param)
+    save_predicting(folder, case)
     return {"model": str(folder)}
 
 
 @pytest.fixture(scope="module")
-def expected(model) -> list[list[int]]:
-    return reference_tokens(model)
+def model_of(tmp_path_factory) -> Callable[[str], dict[str, object]]:
+    return cache(lambda case: save(case, tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")
-def one_at_a_time(model) -> list[RequestOutput]:
-    return reference_outputs({**model, "dtype": "bfloat16"})
+def tokens_of(model_of) -> Callable[[str], list[list[int]]]:
+    return cache(lambda case: reference_tokens(model_of(case)))
+
+
+@pytest.fixture(scope="module")
+def outputs_of(model_of) -> Callable[[str], list[RequestOutput]]:
+    return cache(lambda case: reference_outputs({**model_of(case), "dtype": "bfloat16"}))
 
 
 def options(model: dict[str, object]) -> dict[str, object]:
@@ -114,14 +118,17 @@ IN_BITS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "column"), pairs(ON_ALL), indirect=["model"])
-def test_tokens_do_not_depend_on_the_head(model, expected, column):
-    check(checked_tokens(with_room(column), model, expected, **options(model)))
+@pytest.mark.parametrize(("case", "column"), pairs(ON_ALL))
+def test_tokens_do_not_depend_on_the_head(case, model_of, tokens_of, column):
+    model = model_of(case)
+    check(checked_tokens(with_room(column), model, tokens_of(case), **options(model)))
 
 
 @needs_native
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize(("model", "column"), pairs(IN_BITS), indirect=["model"])
-def test_native_logprobs_have_the_same_bits(model, one_at_a_time, column, caplog):
-    check(checked_bits(with_room(column), model, "bfloat16", one_at_a_time, **options(model)))
+@pytest.mark.parametrize(("case", "column"), pairs(IN_BITS))
+def test_native_logprobs_have_the_same_bits(case, model_of, outputs_of, column, caplog):
+    model = model_of(case)
+    alone = outputs_of(case)
+    check(checked_bits(with_room(column), model, "bfloat16", alone, **options(model)))
     assert not caplog.records  # every step was replayed
