@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ SHAPE: dict[str, Any] = {
 KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Assistant:
     """An assistant and its model, of transformers."""
 
@@ -33,7 +32,7 @@ class Assistant:
     model: Any
 
     @torch.no_grad()
-    def drafts(self, text: Sequence[int], count: int) -> list[int]:
+    def drafts(self, text: tuple[int, ...], count: int) -> list[int]:
         """Return the likeliest tokens after a text: the model's own next token is its last."""
         ids, found = torch.tensor([list(text)]), []
         more = {"return_shared_kv_states": True, "output_hidden_states": True}

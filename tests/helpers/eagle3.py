@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ DRAFTED = 70  # tokens that it drafts, of 96
 LAST = ("o_proj", "down_proj")  # matrices whose outputs are added to the residual
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Eagle3:
     """A head and its model, of transformers.
 
@@ -34,7 +33,7 @@ class Eagle3:
     normed: bool
 
     @torch.no_grad()
-    def drafts(self, text: Sequence[int], count: int) -> list[int]:
+    def drafts(self, text: tuple[int, ...], count: int) -> list[int]:
         """Return the likeliest tokens after a text: the model's own next token is its last."""
         ids, found = torch.tensor([list(text)]), []
         states = self.target.model(input_ids=ids, output_hidden_states=True).hidden_states

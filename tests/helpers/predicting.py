@@ -5,7 +5,6 @@ a norm, which are those of a model of one layer."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -54,7 +53,7 @@ ALONE: dict[str, dict[str, Any]] = {  # options of a model whose one layer is li
 LAST = ("o_proj", "out_proj", "down_proj")  # matrices whose outputs are added to the residual
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Head:
     """The head and its model, of transformers.
 
@@ -71,7 +70,7 @@ class Head:
     hidden_first: bool
 
     @torch.no_grad()
-    def drafts(self, text: Sequence[int], count: int) -> list[int]:
+    def drafts(self, text: tuple[int, ...], count: int) -> list[int]:
         """Return the likeliest tokens after a text: the model's own next token is its last."""
         ids, found = torch.tensor([list(text)]), []
         hidden = self.target.model(input_ids=ids).last_hidden_state[:, :-1]

@@ -242,24 +242,20 @@ def device_pages(
     return [DevicePages(group, cache, share.block_size) for group in groups]
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
-    folder = tmp_path_factory.mktemp("models")
-    return {name: matrix.reference_tokens(matrix.make_model(name, folder)) for name in MODELS}
-
-
 MODELS = ("bundled", "windowed", "states")
+FAST = ("memory and disk tiers, chunks, siblings", "swap, siblings, three steps in flight")
 TIERED = [
-    column for column in matrix.COLUMNS if "kv_tiers" in column.config and column.way == "LLM"
+    pytest.param(column, marks=() if column.name in FAST else pytest.mark.full)
+    for column in matrix.COLUMNS
+    if "kv_tiers" in column.config and column.way == "LLM"
 ]
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("column", TIERED, ids=lambda column: column.name)
+@pytest.mark.parametrize("column", TIERED, ids=matrix.named)
 def test_tokens_do_not_depend_on_where_pages_were(
     column: matrix.Column,
     model: str,
-    reference: dict[str, list[list[int]]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -273,4 +269,4 @@ def test_tokens_do_not_depend_on_where_pages_were(
     found = matrix.run_column(
         column, matrix.params(column.siblings), matrix.make_model(model, tmp_path), **options
     )
-    matrix.check_tokens(found, reference[model])
+    matrix.check_tokens(found, matrix.tokens_of(model))

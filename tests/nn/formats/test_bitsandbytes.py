@@ -105,7 +105,8 @@ def test_experts_and_routers(left: str, listed: bool, tmp_path: Path) -> None:
 
 
 def test_experts_in_one_tensor(tmp_path: Path) -> None:
-    save_tiny(tmp_path / "plain", "Qwen3Moe", **SIZES)
+    few = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    save_tiny(tmp_path / "plain", "Qwen3Moe", **SIZES, **few)
     config = bnb_config(llm_int8_skip_modules=["lm_head", "experts"])
     save_quantised(tmp_path / "plain", tmp_path / "q", tmp_path / "twin", config)
     expected = PagedModel(tmp_path / "q").logits(tokens(24))

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from helpers.drafters import (
     HEAD_WAYS,
-    TIERS,
     check_drafts_of_head,
     head_prompts,
     head_ways,
@@ -25,6 +24,7 @@ from kvik.errors import KvikError
 
 pytestmark = pytest.mark.usefixtures("forked", "loads_always")
 DRAFTED = 3
+FAST = ("qwen3.5", "deepseek3", "mimo")
 MTP = {
     "device": "cpu",
     "threads": 1,
@@ -64,13 +64,16 @@ def test_drafts_are_those_of_the_definition_in_each_way(way, saved, noted):
     check_drafts_of_head(head, noted, {"model": str(folder), **MTP, **HEAD_WAYS[way]}, way)
 
 
-@pytest.mark.parametrize("way", head_ways("native", *TIERS))
+@pytest.mark.full
+@pytest.mark.parametrize("way", head_ways("native"))
 def test_drafts_of_a_model_with_states(way, saved, noted):
     folder, head = saved("qwen3.5")
     check_drafts_of_head(head, noted, {"model": str(folder), **MTP, **HEAD_WAYS[way]}, way)
 
 
-@pytest.mark.parametrize("case", NAMES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c in FAST else pytest.mark.full) for c in NAMES]
+)
 def test_drafts_are_those_of_the_definition(case, saved, noted):
     folder, head = saved(case)
     check_drafts_of_head(head, noted, {"model": str(folder), **MTP}, "native")
