@@ -219,7 +219,7 @@ def _shorten(patch: pytest.MonkeyPatch) -> None:
     """Make the matrix short enough for Triton's interpreter."""
     prompts, params = matrix.prompts, matrix.params
     patch.setattr(matrix, "prompts", lambda vocab: [p[:PROMPT] for p in prompts(vocab)[-PROMPTS:]])
-    for module in (matrix, drafted_columns):
-        patch.setattr(module, "params", lambda siblings=1: params(siblings)[-PROMPTS:])
+    for module in (matrix, drafted_columns):  # without the last one, a beam search
+        patch.setattr(module, "params", lambda siblings=1: params(siblings)[-PROMPTS - 1 : -1])
     patch.setattr(matrix, "NUM_TOKENS", TOKENS)
     patch.setattr(drafted_columns, "DRAFTERS", {"tree": drafted_columns.DRAFTERS["tree"]})

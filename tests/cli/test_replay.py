@@ -27,7 +27,7 @@ DRAFTS = {"spec_method": "draft_model", "spec_model": str(BUNDLED.parent / "stor
 @pytest.fixture(scope="module")
 def flight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("flight") / "flight.kvik"
-    stats = record_flight(path, kernels="torch", dtype="float32")
+    stats = record_flight(path, dtype="float32")
     assert stats.preemptions > 0 and stats.prefix_hits > 0
     return path
 
@@ -55,7 +55,7 @@ def test_a_replay_is_equal_in_another_process(flight):
         pytest.param({"kernels": "native"}, marks=needs_native, id="native"),
         pytest.param({"kernels": "native", **DRAFTS}, marks=needs_native, id="native with drafts"),
         pytest.param({"kernels": "torch", "spec_method": "ngram"}, id="torch with ngrams"),
-        pytest.param({"kernels": "torch", "policy": "priority"}, id="priority"),
+        pytest.param({"policy": "priority"}, id="priority"),
     ],
 )
 def test_a_replay_is_equal_for_all_configurations(tmp_path, command: Command, config):
