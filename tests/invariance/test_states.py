@@ -136,6 +136,9 @@ def test_a_tree_without_branches(model, expected, texts, monkeypatch):
     assert 0 < accepted < drafted
 
 
+@pytest.mark.parametrize(
+    "model", ["states", pytest.param("beside", marks=pytest.mark.full)], indirect=True
+)
 def test_a_second_turn_continues_from_a_state_with_drafts(model, expected, texts, monkeypatch):
     """The copy of a state was made after a step whose drafts passed the border of a block."""
     install(monkeypatch, DRAFTERS["always right"](texts))

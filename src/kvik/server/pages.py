@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from asyncio import to_thread
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from hashlib import blake2b
 from html import escape
 from pathlib import Path
@@ -125,21 +127,24 @@ def document_routes(table: Sequence[Route], root_path: str = "") -> list[Route]:
     Args:
         root_path: prefix under which clients reach all paths.
     """
-    made: dict[str, bytes] = {}
+
+    @cache  # at the first request: each start would wait for it
+    def described() -> tuple[bytes, bytes]:
+        api = document([*table, *routes], root_path)
+        return json.dumps(api).encode(), render(api).encode()
 
     async def schema(request: Request) -> Response:
-        return Response(made["schema"], media_type="application/json", headers=HEADERS)
+        content, _ = await to_thread(described)
+        return Response(content, media_type="application/json", headers=HEADERS)
 
     async def page(request: Request) -> Response:
-        return Response(made["page"], media_type="text/html", headers=HEADERS)
+        _, content = await to_thread(described)
+        return Response(content, media_type="text/html", headers=HEADERS)
 
     routes = [
         Route("/openapi.json", schema, "GET", open=True, note="This API for programs."),
         Route("/docs", page, "GET", open=True, note="This API for people."),
     ]
-    described = document([*table, *routes], root_path)
-    made["schema"] = json.dumps(described).encode()
-    made["page"] = render(described).encode()
     return routes
 
 
