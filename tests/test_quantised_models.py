@@ -53,6 +53,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3_5Moe": STATES,
     "Qwen3Next": STATES,
 }
+LIKE = ("DeepseekV2", "Glm4MoeLite", "Qwen3Next")  # another model
 RECIPES = {
     recipe.method: recipe
     for recipe in (
@@ -89,7 +90,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.once  # a format of a matrix does not depend on the family
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=pytest.mark.full if name in LIKE else ()) for name in MODELS],
+)
 @pytest.mark.parametrize("method", RECIPES)
 def test_a_quantised_model_is_read_and_generates_the_same(
     family: str, method: str, plain: dict[str, Path], tmp_path: Path
