@@ -36,14 +36,11 @@ from kvik.config.draft_heads import is_assistant
 from kvik.engine.output import RequestOutput
 from kvik.spec.fields import read_json
 
-TIERS = (  # not with states
-    *("swap, siblings, three steps in flight", "disk tier", "moved"),
-    *("tp2, swap, siblings", "pp2, swap, siblings"),
-)
 NAMES = (
     *("torch", "sdpa", "chunks of 5", "prefix hits, chunks", "no prefix cache", "preemption"),
     *("preemption, chunks", "blocks of 8", "two threads", "siblings", "siblings, preemption"),
-    *("three steps in flight, siblings", "wire, preemption", "recorded", ALL_OF_IT.name, *TIERS),
+    *("three steps in flight, siblings", "wire, preemption", "recorded", ALL_OF_IT.name),
+    *("swap, siblings, three steps in flight", "disk tier", "moved"),
 )
 EVERY = [c for c in [*COLUMNS, *SERVED, ALL_OF_IT] if c.name in NAMES]
 DIVIDED = [
@@ -68,7 +65,8 @@ def pairs(columns: Sequence[object]) -> list[object]:
         pytest.param(case, *column.values, marks=column.marks, id=f"{case}-{column.values[0].name}")
         for case in ("qwen3.5", "deepseek3", "eagle3", "assistant")
         for column in columns
-        if case != "qwen3.5" or column.values[0].name not in TIERS
+        # The steps in flight of a pipeline change a state before it can be kept.
+        if (case, column.values[0].name) != ("qwen3.5", "pp2, swap, siblings")
     ]
 
 
