@@ -125,8 +125,9 @@ def exact_figures() -> Iterator[None]:
 
 @pytest.fixture
 def loads_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load pages from tiers even if that was slow before on this machine."""
-    monkeypatch.setattr("kvik.core.tier_index.TierIndex.is_faster", lambda *_: True)
+    from helpers.page_moves import load_always  # few tests need what it imports
+
+    load_always(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import pytest
 from helpers.adapters import draw_pairs, linear_layers, write_adapter
 from helpers.configs import config as model_config
 from helpers.overlapping import steps_in_flight
+from helpers.page_moves import load_always
 from helpers.served_columns import (
     make_requests,
     serve_by_peers,
@@ -361,7 +362,12 @@ def run_column(
     config = {**model, "device": "cpu", **config, **options}
     sampling = possible(sampling, model)
     loaded = config.pop("adapters") if column.loaded else {}
-    with TemporaryDirectory() as folder, steps_in_flight(column.in_flight) as copies:
+    with (
+        TemporaryDirectory() as folder,
+        steps_in_flight(column.in_flight) as copies,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        load_always(patch)  # whether that is faster depends on the machine
         if "kv_tiers" in config:
             config["kv_tiers"] = config["kv_tiers"].format(folder=folder)
         if column.way == "LLM":
