@@ -3,12 +3,14 @@ probabilities are the same to the bit, also with quantised keys and values."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.drafted_columns import DRAFTERS, EAGER, METHODS, SPECULATION, check_drafts, with_room
 from helpers.drafters import install
 from helpers.matrix import (
@@ -31,6 +33,7 @@ from helpers.matrix import (
     tokens_of,
 )
 from helpers.optional_native import needs_native
+from safetensors.torch import save_file
 
 from kvik.config import resolve
 from kvik.config.kv_budget import KVBudgets, fingerprint_of, save_budgets
@@ -125,6 +128,20 @@ def test_trees_of_heads_have_no_branches(model, monkeypatch):
     outputs = run_column(ALL[0], params(), model, **options)
     drafts = [c.speculation.drafts for o in outputs for c in o.outputs if c.speculation]
     assert 0 < sum(d.drafts for d in drafts) <= 4 * sum(d.rows for d in drafts)
+
+
+def test_tokens_do_not_depend_on_an_eagle_head(model, expected, tmp_path):
+    sizes = {"fc.weight": (256, 512), "fc.bias": (256,), "norm.weight": (256,)}
+    sizes |= {f"mlp.{name}_proj.weight": (16, 256) for name in ("gate", "up")}
+    sizes["mlp.down_proj.weight"] = (256, 16)
+    rng = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(*size, generator=rng) for name, size in sizes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    facts = {"model_type": "eagle", "hidden_size": 256, "vocab_size": 2048, "num_steps": 3}
+    (tmp_path / "config.json").write_text(json.dumps({**facts, "intermediate_size": 16}))
+    options = {**EAGER, "spec_method": "eagle", "spec_model": str(tmp_path)}
+    outputs = checked_tokens(with_room(SOME[0]), model, expected, **options)
+    assert sum(output.num_drafted_tokens for output in outputs)
 
 
 @needs_native

@@ -542,14 +542,14 @@ def with_adapters(
 
 
 def _shared_group(groups: tuple[KVGroup, ...]) -> int:
-    """Return the index of the target's KV group without a window."""
+    """Return the index of the target's KV group whose layers see every key."""
     for index, group in enumerate(groups):
         if group.visible == ALL_KEYS:
             return index
     owner = "kv_budget leaves" if any(group.budgeted for group in groups) else "the model has"
     raise ConfigError(
         "spec_method",
-        f"must be another one than draft_model: {owner} no layers that see every key",
+        f"must be a method without keys of its own, as ngram: {owner} no layers that see every key",
     )
 
 

@@ -393,7 +393,7 @@ def cache_fingerprint(config: ResolvedConfig) -> bytes:
         () if runner.device == "cpu" else torch.cuda.get_device_capability(runner.device),
         (model.architecture, model.layers, cache.groups, cache.block_size),
         config.scheduler.max_model_len if dynamic else 0,
-        _head_facts(config),
+        *_head_facts(config),  # without a head, pages on disks stay valid
     )
     return hashlib.blake2b(repr(facts).encode(), digest_size=FINGERPRINT_BYTES).digest()
 
