@@ -82,9 +82,10 @@ class Instant:
 
     def run(self, batch: InputBatch) -> StepOutput:
         self.forwards += 1
-        rows = len(batch.logits_indices)
-        hidden = torch.zeros(1, 1).expand(len(batch.input_ids), 1)
-        tokens = 300 + batch.positions[batch.logits_indices] % PERIOD  # ordinary ones
+        step = batch.tensors
+        rows = len(step.logits_indices)
+        hidden = torch.zeros(1, 1).expand(len(step.input_ids), 1)
+        tokens = 300 + step.positions[step.logits_indices] % PERIOD  # ordinary ones
         return StepOutput(hidden, self._logits[:rows], self._top[:rows], tokens)
 
 
@@ -98,7 +99,7 @@ class NearlyRight(Instant):
 
     def run(self, batch: InputBatch) -> StepOutput:
         output = super().run(batch)
-        output.top_ids.add_(batch.positions[batch.logits_indices] % ONE_IN == 0)
+        output.top_ids.add_(batch.tensors.positions[batch.tensors.logits_indices] % ONE_IN == 0)
         return output
 
 

@@ -68,7 +68,7 @@ PROCESSES = {
     "rank joined by memory": Process(RANKS, "rank 1", RANK),
     "rank joined by torch": Process({**RANKS, **BY_TORCH}, "rank 1", RANK),
     "first stage": Process(STAGES, "stage 0", STAGE),
-    "inner stage": Process(STAGES, "stage 1", STAGE, number=1),
+    "inner stage with torch's kernels": Process({**STAGES, **BY_TORCH}, "stage 1", STAGE, number=1),
 }
 
 
@@ -163,7 +163,7 @@ def test_an_interrupted_step_is_never_taken_for_the_next(
     with LLM(**RANKS, **joined) as llm:
         with monkeypatch.context() as patch:
             patch.setattr("kvik.kernels.cpu.native.Native.replay", interrupted)
-            patch.setattr("kvik.worker.graphs.Eager.run", interrupted)
+            patch.setattr("kvik.worker.graphs.Eager.forward", interrupted)
             (error,) = errors_of(llm, LONG)
             assert "interrupted" in error
         with pytest.raises(GroupLost, match="rank 0 was interrupted"):
@@ -176,7 +176,7 @@ def test_results_are_never_taken_for_those_of_other_steps() -> None:
         params = SamplingParams(max_tokens=9, ignore_eos=True)
         loop.add(EngineRequest("a", [1, 2, 3], params))
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr("kvik.worker.pipeline.StageTape.run", raising(KeyboardInterrupt()))
+            patch.setattr("kvik.worker.pipeline.StageSteps.run", raising(KeyboardInterrupt()))
             while True:
                 loop.poll()
         found = []
@@ -192,7 +192,7 @@ def test_a_failed_step_of_the_last_stage_is_one_error(
     pipeline: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("kvik.worker.pipeline.StageTape.run", raising(MemoryError("no room")))
+        patch.setattr("kvik.worker.pipeline.StageSteps.run", raising(MemoryError("no room")))
         (error,) = errors_of(pipeline, LONG)
         assert "no room" in error
     assert errors_of(pipeline, LONG) == {"None"}

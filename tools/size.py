@@ -32,7 +32,7 @@ BUDGETS = {
     "spec": 4980,
     "text": 4050,
     "training": 700,
-    "worker": 13450,
+    "worker": 13550,
     "": 5050,
 }
 

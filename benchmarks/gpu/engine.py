@@ -49,8 +49,8 @@ class Skipped:
         return False
 
     def run(self, batch: InputBatch) -> StepOutput:
-        rows = len(batch.logits_indices)
-        hidden = self._hidden.expand(len(batch.input_ids), -1)
+        rows = len(batch.tensors.logits_indices)
+        hidden = self._hidden.expand(len(batch.tensors.input_ids), -1)
         return StepOutput(hidden, self._logits[:rows], self._top[:rows], self._ids[:rows])
 
 

@@ -6,12 +6,11 @@
 Exchange: microseconds to gather several tokens' hidden states among separate processes, by NCCL or
 gloo, and to sum them in rank order.
 
-Parity: greedy tokens in fp32 of one process, of the exact cut and of the fast one must be equal;
-prints the largest difference of their log probabilities.
+Parity: greedy tokens in fp32 of one process, of either cut and of the stages of a pipeline must be
+equal; prints the largest difference of their log probabilities.
 
-Rates: alternates between engines of one process and of several in either cut: a prompt of 512
-tokens, then decoding of one and of eight requests, in tokens a second. Median, lowest and highest
-of all rounds.
+Rates: engines of one process and of several in each way: a prompt of 512 tokens, then decoding of
+one and of eight requests, in tokens a second. Median, lowest and highest of all rounds.
 
 Loss: a process is killed while requests run. They must end with an error that names it, and no
 process may be left.
@@ -40,7 +39,7 @@ from kvik import LLM, SamplingParams
 from kvik_bench.scripts import children, fresh_processes, spread
 
 PARTS = ("exchange", "parity", "rates", "loss")
-CUTS = ("exact", "fast")
+WAYS = ("stages", "exact", "fast")
 TEXTS = (
     "Once upon a time",
     "One day, the fox said to the lion,",
@@ -82,13 +81,15 @@ def main() -> int:
     return int(bool(wrong))
 
 
-def options_of(args: Namespace, cut: str = "") -> dict[str, Any]:
+def options_of(args: Namespace, way: str = "") -> dict[str, Any]:
     """Return the options of an engine: of one process, or of several."""
     found: dict[str, Any] = {"device": args.device, "max_model_len": 1024, "max_num_seqs": 16}
     if args.device == "cpu":
         found |= {"kernels": "torch", "threads": args.size, "num_blocks": 512}
-    if cut:
-        found |= {"tensor_parallel_size": args.size, "tensor_parallel_cut": cut}
+    if way == "stages":
+        found["pipeline_parallel_size"] = args.size
+    elif way:
+        found |= {"tensor_parallel_size": args.size, "tensor_parallel_cut": way}
     return found
 
 
@@ -150,23 +151,23 @@ def exchange_here(device: str, size: int, rank: int, file: str) -> dict[str, flo
 def parity(args: Namespace, wrong: list[str]) -> dict[str, float]:
     found: dict[str, float] = {}
     alone: list[Any] = []
-    for cut in ("", *CUTS):
-        with LLM(args.model, **options_of(args, cut), dtype="float32") as llm:
+    for way in ("", *WAYS):
+        with LLM(args.model, **options_of(args, way), dtype="float32") as llm:
             outputs = [output.outputs[0] for output in llm.generate([*TEXTS], GREEDY)]
-        if not cut:
+        if not way:
             alone = outputs
             continue
         apart = 0.0
         for text, one, right in zip(TEXTS, outputs, alone, strict=True):
             if one.error or one.token_ids != right.token_ids:
-                wrong.append(f"parity, {cut}: {text!r}: {one.error or 'other tokens'}")
+                wrong.append(f"parity, {way}: {text!r}: {one.error or 'other tokens'}")
                 continue
             pairs = zip(one.logprobs, right.logprobs, strict=True)
             apart = max([apart, *(abs(a.logprob - b.logprob) for a, b in pairs)])
         if apart > MAX_APART:
-            wrong.append(f"parity, {cut}: log probabilities differ by {apart:.1e}")
-        found[cut] = apart
-        print(f"parity, {cut}: log probabilities differ by up to {apart:.1e}", flush=True)
+            wrong.append(f"parity, {way}: log probabilities differ by {apart:.1e}")
+        found[way] = apart
+        print(f"parity, {way}: log probabilities differ by up to {apart:.1e}", flush=True)
     return found
 
 
@@ -175,9 +176,9 @@ def parity(args: Namespace, wrong: list[str]) -> dict[str, float]:
 
 def rates(args: Namespace, wrong: list[str]) -> dict[str, dict[str, list[float]]]:
     found: dict[str, dict[str, list[float]]] = {}
-    for cut in ("", *CUTS):
-        name = f"{args.size} processes, {cut}" if cut else "1 process"
-        options = options_of(args, cut) | {"dtype": args.dtype, "enable_prefix_caching": False}
+    for way in ("", *WAYS):
+        name = f"{args.size} processes, {way}" if way else "1 process"
+        options = options_of(args, way) | {"dtype": args.dtype, "enable_prefix_caching": False}
         with LLM(args.model, **options) as llm:
             rows = found.setdefault(name, {})
             for number in range(args.rounds + 1):
@@ -206,7 +207,7 @@ def one_rate(llm: LLM, batch: int, prompt: int, output: int) -> float:
 
 def loss(args: Namespace, wrong: list[str]) -> dict[str, float]:
     own = os.getpid()
-    with LLM(args.model, **options_of(args, CUTS[-1])) as llm:
+    with LLM(args.model, **options_of(args, WAYS[-1])) as llm:
         llm.generate("Once", GREEDY)
         victim = max(ranks_of(own))
         killed: list[float] = []

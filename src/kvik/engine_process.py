@@ -63,7 +63,7 @@ def engine_in_process(
 def _replica(resolved: ResolvedConfig, number: int) -> ResolvedConfig:
     """Return the settings of one replica, with its own seed and GPUs."""
     runner = resolved.runner
-    device = runner.device_of(number * runner.ranks)
+    device = runner.device_of(number * runner.ranks * max(1, len(runner.stages)))
     seed = derive_seed(resolved.seed, number)
     return replace(resolved, seed=seed, runner=replace(runner, device=device))
 

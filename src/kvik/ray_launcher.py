@@ -97,10 +97,13 @@ class RayLauncher:
         self.host = _own_host()
         runner = resolved.runner
         count, cpus = len(runner.stages) - 1, runner.threads * runner.ranks
-        self._group: Any = placement_group([{"CPU": cpus}] * count, strategy="SPREAD")
+        self._gpus = 0 if runner.device == "cpu" else runner.ranks
+        place = {"CPU": cpus, "GPU": self._gpus} if self._gpus else {"CPU": cpus}
+        self._group: Any = placement_group([place] * count, strategy="SPREAD")
         if not self._group.wait(PLACE_SECONDS):
             self.stop()
             requested = f"{count} times {cpus} free CPUs"
+            requested += f" and {self._gpus} free GPUs" if self._gpus else ""
             reason = f"ray has not found {requested} within {PLACE_SECONDS:.0f} s"
             raise ConfigError(OPTION, reason)
         self._cpus = cpus
@@ -110,7 +113,10 @@ class RayLauncher:
 
         strategy = PlacementGroupSchedulingStrategy(self._group, stage)
         kind = self._ray.remote(StageActor).options(
-            num_cpus=self._cpus, scheduling_strategy=strategy, max_concurrency=2
+            num_cpus=self._cpus,
+            num_gpus=self._gpus,
+            scheduling_strategy=strategy,
+            max_concurrency=2,
         )
         actor = kind.remote()
         self._ray.get(actor.start.remote(list(arguments), token), timeout=PLACE_SECONDS)

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Protocol
 
@@ -37,7 +38,7 @@ from kvik.child_process import (
     python_command,
 )
 from kvik.collector import freeze, uncollected
-from kvik.config.config import ResolvedConfig
+from kvik.config.config import ResolvedConfig, RunnerConfig
 from kvik.config.hardware import detect
 from kvik.errors import NOTES_LOG, ConfigError, GroupLost
 from kvik.kernels.cpu._native import Heartbeat
@@ -54,7 +55,7 @@ from kvik.rank_process import (
     exit_message,
     on_cores,
 )
-from kvik.worker.group import LoadAdapter, Message
+from kvik.worker.group import IdleStep, LoadAdapter, Message
 
 OPTION = "pipeline_parallel_size"
 JOIN_SECONDS = 60.0  # limit for a stage to start and to connect
@@ -78,7 +79,7 @@ class StageReady(msgspec.Struct, frozen=True, array_like=True):
     """Reply of a stage: why it cannot load, or "" and the facts that all stages must share."""
 
     error: str
-    instruction_set: str = ""
+    machine: str = ""
     weights: str = ""
 
 
@@ -234,6 +235,15 @@ class StageProcesses:
         except (EOFError, OSError):
             self._raise_lost()
 
+    def idle_step(self) -> bool:
+        """See `EarlierStages.idle_step`."""
+        self.send(IdleStep())
+        try:
+            return bool(b"".join(line.recv_bytes() for line in self._lines))
+        except (EOFError, OSError):
+            self._raise_lost()
+            raise
+
     def entered(self) -> bytes:
         """Wait for the hidden states of the next step; see `EarlierStages.entered`.
 
@@ -317,12 +327,12 @@ class StageProcesses:
             following = hops[stage + 1]
             if following is None:
                 raise LinkError(f"stage {stage + 1} has not said where it listens")
-            start = StageStart(self._resolved, self._cores[stage], following)
+            start = StageStart(self._of_stage(stage), self._cores[stage], following)
             line.send_bytes(msgspec.msgpack.encode(start))
         from kvik.worker.engine_cache import fingerprints
 
         runner = self._resolved.runner
-        engine = StageReady("", detect().native_isa, fingerprints(runner))
+        engine = StageReady("", _machine(runner), fingerprints(runner))
         for stage, line in enumerate(self._lines):
             while not line.poll(LOOK_SECONDS):
                 if gone := self._gone():
@@ -338,21 +348,26 @@ class StageProcesses:
                 raise LinkError(f"stage {stage} {exit_message(process)} while it loaded") from None
             if ready.error:
                 raise LinkError(f"stage {stage} cannot load: {ready.error}")
-            if ready.instruction_set != engine.instruction_set:
-                reason = f"kernels for {ready.instruction_set}, the engine for"
+            if ready.machine != engine.machine:
+                reason = f"kernels for {ready.machine}, the engine for {engine.machine}"
                 raise LinkError(
-                    f"stage {stage} has {reason} {engine.instruction_set}: results would differ in "
-                    "their last bits; use machines of one kind"
+                    f"stage {stage} has {reason}: results would differ in their last bits; use "
+                    "machines of one kind"
                 )
             if ready.weights != engine.weights:
                 reason = "other files of the model than the engine: copy the same to each machine"
                 raise LinkError(f"stage {stage} has {reason}")
         for stage, line in enumerate(self._lines):  # all wait for each other now
             line.send_bytes(b"")
-            layers, where = runner.stages[stage].layers, on_cores(self._cores[stage])
-            reason = f"layers {layers.start} to {layers.stop - 1}, at {host_of(line)}{where}"
+            layers, device = runner.stages[stage].layers, self._of_stage(stage).runner.device
+            where = f"{device} at {host_of(line)}{on_cores(self._cores[stage])}"
+            reason = f"layers {layers.start} to {layers.stop - 1}, {where}"
             log.info("stage %d of %d: %s", stage, len(runner.stages), reason)
         self._receiver = StageReceiver(self._accept(len(self._processes) - 1, "hop")[1])
+
+    def _of_stage(self, stage: int) -> ResolvedConfig:
+        runner = self._resolved.runner
+        return replace(self._resolved, runner=runner.of_stage(runner.stages[stage]))
 
     def _accept(self, missing: int, *roles: str) -> tuple[Handshake, Connection]:
         """Return the next connection in one of some roles.
@@ -410,6 +425,15 @@ class StageProcesses:
         return ""
 
 
+def _machine(runner: RunnerConfig) -> str:
+    """Return what determines the last bits of results: the instruction set, or the GPU."""
+    if runner.device == "cpu":
+        return detect().native_isa
+    import torch
+
+    return torch.cuda.get_device_name(runner.device)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the first process of a stage.
 
@@ -452,7 +476,7 @@ def main(arguments: Sequence[str]) -> int:
             ):
                 rank = LeadingRank(config, stage, setup)
                 freeze()
-            ready = StageReady("", detect().native_isa, fingerprints(config.runner))
+            ready = StageReady("", _machine(config.runner), fingerprints(config.runner))
         except Exception as error:
             ready = StageReady(f"{type(error).__name__}: {error}")
         line.send_bytes(msgspec.msgpack.encode(ready))

@@ -114,7 +114,7 @@ ALLOWED: dict[str, set[str]] = {
     # Makes plans for a worker itself, as an alternative to the engine.
     "evaluate": {
         *("config", "text", "model_files", "launch", "attention", "kernels"),
-        *("worker.graphs", "worker.loading", "worker.platforms", *BRIDGE),
+        *("worker.graphs", "worker.input_batch", "worker.loading", "worker.platforms", *BRIDGE),
     },
     # Draft heads, trained with a frozen model.
     "training": {"config", "text", "nn", "evaluate", "interrupts"},

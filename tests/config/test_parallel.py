@@ -133,7 +133,7 @@ BY_FIELD: dict[str, dict[str, Any]] = {  # usual options of what a field divides
         ("tensor_parallel_size", "llama-3.2-1b", {"tensor_parallel_size": 33}),
         ("tensor_parallel_size", "llama-3.2-1b", {"threads": 1}),
         ("tensor_parallel_size", "llama-3.2-1b", {"tensor_parallel_size": 0}),
-        ("pipeline_parallel_size", "llama-3.2-1b", {"kernels": "torch"}),
+        ("pipeline_parallel_size", "llama-3.2-1b", {"attention_backend": "sdpa"}),
         ("pipeline_parallel_size", "llama-3.2-1b", {"pipeline_parallel_size": 17}),
         ("pipeline_parallel_size", "llama-3.2-1b", {"threads": 1}),
         ("pipeline_parallel_size", "llama-3.2-1b", {"threads": 3, "tensor_parallel_size": 2}),
@@ -169,6 +169,7 @@ GPUS = (H100, replace(H100, index=1, free_memory=70_000_000_000))
         ({}, {"kernels": "native", "tensor_parallel_cut": "fast"}, "tensor_parallel_cut"),
         ({}, {"tensor_parallel_cut": "half"}, "tensor_parallel_cut"),
         ({"gpus": GPUS[:1]}, {"device": "cuda"}, "tensor_parallel_size"),
+        ({"gpus": GPUS}, {"device": "cuda", "pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"gpus": GPUS}, {"device": "cuda:1"}, "tensor_parallel_size"),
         (
             {"gpus": (GPUS[0], replace(GPUS[1], name="A100"))},
@@ -205,3 +206,23 @@ def test_each_gpu_of_a_group_is_planned_for_its_share() -> None:
     assert not two.runner.graph_sizes
     with pytest.raises(ConfigError, match="must be 2, as when it was recorded"):
         with_ranks(two, 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_gpu_of_a_pipeline_is_planned_for_its_stage(ranks: int) -> None:
+    """The engine's process, which is the last stage, has the first GPUs."""
+    gpus = tuple(replace(H100, index=index) for index in range(2 * ranks))
+    options = {"device": "cuda", **SIZES, "num_blocks": 512, "tensor_parallel_size": ranks}
+    hardware = replace(LARGE, gpus=gpus)
+    group, two = (
+        planned("qwen2.5-32b", hardware, pipeline_parallel_size=stages, **options)
+        for stages in (1, 2)
+    )
+    assert two.runner.stage_ends == (32, 64)
+    devices = [two.runner.of_stage(stage).device for stage in two.runner.stages]
+    assert devices == [f"cuda:{ranks}", "cuda:0"]
+    assert two.memory.kv_cache == pytest.approx(group.memory.kv_cache / 2, rel=0.01)
+    table = 0 if ranks == 1 else 152_064 * 5120 * 2  # whole in each process of a group
+    assert two.memory.weights == pytest.approx(group.memory.weights / 2 + table / 4, rel=0.01)
+    elsewhere = replace(two.runner, backend="ray")
+    assert elsewhere.of_stage(two.runner.stages[0]).device == "cuda:0"

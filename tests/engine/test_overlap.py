@@ -183,14 +183,13 @@ def test_a_failure_ends_only_the_affected_requests(
     llm, _ = overlapping
     victim_right, others_right = unbroken
     length = len(victim_right[0].prompt_token_ids)
-    forward, steps = Eager.run, iter(range(10**6))
+    forward, steps = Eager.forward, iter(range(10**6))
 
-    def broken(self, batch):
-        step = next(steps)
-        if what == "forward" and step == 6:
+    def broken(self, step):
+        if what == "forward" and next(steps) == 6:
             raise MemoryError("no room")
-        output = forward(self, batch)
-        at = batch.positions.index_select(0, batch.logits_indices)
+        output = forward(self, step)
+        at = step.positions.index_select(0, step.logits_indices)
         if what == "logits":
             output.logits[at == length + 3] = torch.nan
             output.top[at == length + 3] = torch.nan
@@ -200,7 +199,7 @@ def test_a_failure_ends_only_the_affected_requests(
         raise LookupError("token rules")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Eager, "run", broken)
+        patch.setattr(Eager, "forward", broken)
         if what == "rules":
             patch.setattr(TokenRules, "append", broken_rules)
         (victim,), others = victims(llm)

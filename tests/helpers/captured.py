@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
 
@@ -200,22 +200,27 @@ def captured_steps(
 
 
 class _ForwardWarmUps(WarmUps):
-    """Warm-ups of a group that run the forward for a few lengths."""
+    """Warm-ups of a process that run the forward for a few lengths."""
 
-    def __init__(self, joined: Joined) -> None:
+    def __init__(self, joined: Joined | None) -> None:
         self._joined = joined
 
     def steps(self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes) -> WarmUp:
-        calls = forwards(network, (8, 1), sizes, network.kv.layers[0].k.shape[1], spec.max_context)
-        return WarmUp(calls, self._joined.peers(network).warming_up)
+        def entered(length: int) -> list[Tensor]:
+            return [torch.zeros(length, spec.hidden_size)] * network.entering
+
+        context, block_size = spec.max_context, network.kv.layers[0].k.shape[1]
+        calls = forwards(network, (8, 1), sizes, block_size, context, (), entered)
+        jointly = nullcontext if self._joined is None else self._joined.peers(network).warming_up
+        return WarmUp(calls, jointly)
 
 
 @contextmanager
 def captured_groups(
     *rows: int, max_context: int, failing: int | None = None
 ) -> Iterator[list[tuple[DecodeGraphs, Again]]]:
-    """Capture decoding steps of torch's kernels in all processes of the groups that are made in the
-    context, which must be threads of this process.
+    """Capture decoding steps of torch's kernels in all processes of the groups and stages that are
+    made in the context, which must be threads of this process.
 
     Args:
         rows: requests of the steps.
@@ -230,8 +235,7 @@ def captured_groups(
 
     def init(self: TorchPlatform, config: ResolvedConfig, setup: RankSetup | None = None) -> None:
         make(self, config, setup)
-        if self.joined is not None:
-            self.parts = replace(self.parts, warm_ups=_ForwardWarmUps(self.joined))
+        self.parts = replace(self.parts, warm_ups=_ForwardWarmUps(self.joined))
 
     def graph(
         self: TorchPlatform,
@@ -243,13 +247,16 @@ def captured_groups(
         again, sizes = Again(fails=next(numbers) == failing), [GraphSize(n, n, 1, n) for n in rows]
         block_size = network.kv.layers[0].k.shape[1]
         blocks = -(-max_context // block_size)
-        inputs = DeviceInputs(most, len(network.groups), blocks, CPU, sizes)
+        states = platforms.entered_states(self._config, self.parts, network, most)
+        inputs = DeviceInputs(most, len(network.groups), blocks, CPU, sizes, states)
         memory = GraphMemory(ROOMY, 0)
-        peers = self.joined.peers(network)
+        peers = NO_CAPTURE_PEERS if self.joined is None else self.joined.peers(network)
         graphs = DecodeGraphs(
             network, inputs, again, sizes, block_size, max_context, lambda: 0.0, memory, peers
         )
         made.append((graphs, again))
+        if self.joined is None:
+            return graphs, inputs
         return self.joined.steps(network, graphs, inputs)
 
     select = platforms.select_backend

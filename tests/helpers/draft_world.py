@@ -91,9 +91,9 @@ class Watched:
             if not self.broken:
                 raise RuntimeError("the model broke")
         owners = np.repeat(batch.slots, np.diff(batch.starts)).tolist()
-        rows = zip(owners, batch.positions.tolist(), batch.input_ids.tolist(), strict=True)
-        self.computed += rows
-        self.sizes.append(len(batch.input_ids))
+        ids = batch.tensors.input_ids.tolist()
+        self.computed += zip(owners, batch.tensors.positions.tolist(), ids, strict=True)
+        self.sizes.append(len(ids))
         return self.eager.run(batch)
 
 

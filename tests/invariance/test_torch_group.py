@@ -1,12 +1,13 @@
-"""Processes that torch joins say what one says with the same kernels: the same greedy tokens in
-fp32, and log probabilities that differ in the last digits alone.
+"""Processes with torch's kernels say what one says: the same greedy tokens in fp32, and log
+probabilities that differ in the last digits alone.
 
-Most groups here are threads of one process, which saves starting others for each.
+Most groups and stages here are threads of one process, which saves starting others for each.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,9 +17,11 @@ from helpers.captured import captured_groups
 from helpers.drafted_columns import EAGER, METHODS
 from helpers.eagle3 import save_eagle3
 from helpers.matrix import (
+    BOTH,
     CONTEXT,
     DISK_TIER,
     SQUEEZED,
+    STAGES,
     TIGHT,
     Column,
     make_model,
@@ -66,18 +69,43 @@ COLUMNS = [
         Column(f"fast, drafts by {method}", {**FAST, "spec_method": method, **EAGER, **more})
         for method, more in METHODS.items()
     ),
+    Column("stages", STAGES),
+    Column("stages of groups", {**BOTH, "tensor_parallel_cut": "fast"}),
+    Column("stages, hits, chunks", {**STAGES, "max_num_batched_tokens": 16}, rounds=2, must="hits"),
+    Column(
+        "stages of groups, preemption, siblings",
+        {**BOTH, **SQUEEZED},
+        siblings=2,
+        must="preemptions",
+    ),
+    Column(
+        "stages, disk tier",
+        {**TIGHT, **DISK_TIER, **STAGES, "max_num_seqs": 4},
+        rounds=2,
+        must="loads",
+    ),
+    *(
+        Column(f"stages, drafts by {method}", {**STAGES, "spec_method": method, **EAGER, **more})
+        for method, more in METHODS.items()
+    ),
 ]
 BY_NAME = {column.name: column for column in COLUMNS}
 # Each column in one way: in processes, in threads whose steps are replayed, or in threads.
 IN_PROCESSES = ("exact, hits, chunks", "fast, three", "fast, wire", "fast, drafts by draft_model")
+IN_PROCESSES += ("stages, hits, chunks", "stages of groups, preemption, siblings")
 REPLAYED = ("exact", "fast", "fast, two steps in flight", "fast, preemption, chunks")
+REPLAYED += ("stages", "stages of groups")
 CASES = [("bundled", column) for column in COLUMNS if column.name not in (*IN_PROCESSES, *REPLAYED)]
 CASES += [
     (name, BY_NAME[column])
     for name in ("windowed", "capped", "chunked", "latent", "adapted windowed")
     for column in ("exact", "fast")
 ]
-CASES += [("states", BY_NAME[column]) for column in ("exact", "fast, drafts by ngram")]
+CASES += [
+    ("states", BY_NAME[column])
+    for column in ("exact", "fast, drafts by ngram", "stages, drafts by ngram", "stages, disk tier")
+]
+CASES += [(name, BY_NAME["stages of groups"]) for name in ("capped", "latent", "adapted capped")]
 
 
 @pytest.mark.full
@@ -106,7 +134,8 @@ def test_replayed_steps_of_all_processes(model, name, tmp_path, monkeypatch) -> 
     column = BY_NAME[name]
     with captured_groups(1, 2, 4, 8, 16, max_context=CONTEXT) as made:
         compare(model, column, tmp_path)
-    assert len(made) == column.config["tensor_parallel_size"]
+    sizes = (f"{way}_parallel_size" for way in ("tensor", "pipeline"))
+    assert len(made) == prod(column.config.get(size, 1) for size in sizes)
     assert len({(*graphs.captured, again.replayed) for graphs, again in made}) == 1
     assert all(again.replayed > MIN_MISSES and graphs.captured for graphs, again in made)
 
@@ -138,9 +167,21 @@ def test_a_size_is_captured_by_all_processes_or_by_none(failing, monkeypatch, ca
         assert "not all steps can be captured" in caplog.text
 
 
+@pytest.mark.parametrize("failing", [None, 0])
+def test_each_stage_captures_alone(failing, monkeypatch) -> None:
+    expected = batch_on_torch(threads=1)
+    use_threads(monkeypatch)
+    with captured_groups(1, 4, max_context=CONTEXT, failing=failing) as made:
+        assert batch_on_torch(**STAGES) == expected
+    captured = sorted(len(graphs.captured) for graphs, _ in made)
+    assert captured == ([2, 2] if failing is None else [0, 2])
+    assert all((again.replayed > MIN_MISSES) == bool(graphs.captured) for graphs, again in made)
+
+
 @pytest.mark.full
+@pytest.mark.parametrize("way", [FAST, STAGES], ids=["group", "stages"])
 @pytest.mark.parametrize("case", ["mimo", "eagle3"])
-def test_forwards_of_a_head_are_captured_by_all_processes(case, tmp_path, monkeypatch) -> None:
+def test_forwards_of_a_head_are_captured(case, way, tmp_path, monkeypatch) -> None:
     drafting = {"spec_method": "mtp", **EAGER}
     if case == "eagle3":
         save_eagle3(tmp_path)
@@ -152,11 +193,12 @@ def test_forwards_of_a_head_are_captured_by_all_processes(case, tmp_path, monkey
     expected = batch_on_torch(model, threads=1)
     use_threads(monkeypatch)
     with captured_groups(1, 4, max_context=CONTEXT) as made:
-        assert batch_on_torch(model, **FAST, **drafting) == expected
-    assert len(made) == 4  # two networks in two processes
+        assert batch_on_torch(model, **way, **drafting) == expected
+    # Each process of a group has a part of the head; of stages only the last one has it.
+    assert len(made) == (4 if way is FAST else 3)
     assert all({size.rows for size in graphs.captured} == {1, 4} for graphs, _ in made)
-    replays = sorted(again.replayed for graphs, again in made if graphs.network.drafts)
-    assert replays[0] == replays[1] > MIN_MISSES
+    replays = {again.replayed for graphs, again in made if graphs.network.drafts}
+    assert len(replays) == 1 and min(replays) > MIN_MISSES
 
 
 @cache

@@ -339,7 +339,6 @@ def test_divisions_that_the_engine_refuses_are_refused() -> None:
     for change, field, message in (
         ({"tp": 5}, "tp", "must be at most 4, as there are 4 threads, not 5"),
         ({"tp": 2, "pp": 3}, "pp", "must be at most 2, as there are 4 threads, 2 for each stage"),
-        ({"pp": 2, "weight_format": "fp16"}, "pp", "must be 1 with torch kernels"),
     ):
         with pytest.raises(ConfigError, match=f"^{field}: .*{message}"):
             memory_of(llama, replace(at, **change))

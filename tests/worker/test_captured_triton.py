@@ -44,6 +44,7 @@ from kvik.worker import platforms, triton_warm_ups
 from kvik.worker.captures import NO_CAPTURE_PEERS, Captured, CapturePeers
 from kvik.worker.graphs import Eager, EngineNetwork, Graph, StepOutput
 from kvik.worker.group import RankSetup
+from kvik.worker.input_batch import StepTensors
 from kvik.worker.warm_up import WarmUp
 
 pytestmark = INTERPRETED_ONLY
@@ -145,8 +146,8 @@ def test_padded_steps_say_the_same(kv, model) -> None:
 
 @pytest.mark.full
 @needs_native
-@pytest.mark.parametrize("cut", ["exact", "fast"])
-def test_groups_replay_padded_steps(cut, model, monkeypatch) -> None:
+@pytest.mark.parametrize("way", ["exact", "fast", "stages"])
+def test_groups_and_stages_replay_padded_steps(way, model, monkeypatch) -> None:
     expected = tokens(model, attention_backend="reference")
     use_threads(monkeypatch)
     launch, alone = GridExecutor.__call__, threading.Lock()  # the interpreter has global state
@@ -156,7 +157,9 @@ def test_groups_replay_padded_steps(cut, model, monkeypatch) -> None:
             launch(self, *args, **kwargs)
 
     monkeypatch.setattr(GridExecutor, "__call__", launch_alone)
-    group = {"tensor_parallel_size": 2, "tensor_parallel_cut": cut, "threads": 2}
+    group = {"tensor_parallel_size": 2, "tensor_parallel_cut": way, "threads": 2}
+    if way == "stages":
+        group = {"pipeline_parallel_size": 2, "threads": 2}
     with captured(DECODING, by=[Again(), Again()]) as by, steps_in_flight(2):
         assert tokens(model, 1, **group) == expected
     assert by[0].replayed == by[1].replayed >= 3
@@ -185,9 +188,9 @@ def test_steps_with_drafts_say_the_same(kind, model, monkeypatch) -> None:
     eager: list[bool] = []  # each eager step, and whether it has drafts
     forward = Eager.forward
 
-    def noted(self: Eager, ids: object, at: object, layouts: Any, samples: Any) -> StepOutput:
-        eager.append(len(samples) > len(layouts[0].num_scheduled))
-        return forward(self, ids, at, layouts, samples)
+    def noted(self: Eager, step: StepTensors) -> StepOutput:
+        eager.append(len(step.logits_indices) > len(step.layouts[0].num_scheduled))
+        return forward(self, step)
 
     monkeypatch.setattr(Eager, "forward", noted)
     with captured(DECODING, judging) as (again,), steps_in_flight(2):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -42,6 +41,7 @@ from kvik.worker.captures import (
 )
 from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import Eager, StepOutput
+from kvik.worker.input_batch import StepTensors
 from kvik.worker.step_inputs import DeviceInputs, FreshInputs, StepSizes
 
 CPU = torch.device("cpu")
@@ -105,9 +105,9 @@ def test_steps_with_drafts_are_replayed(drafter, monkeypatch) -> None:
     eager: list[tuple[Eager, int]] = []  # and most tokens of a request
     forward = Eager.forward
 
-    def noted(self: Eager, ids: object, at: object, layouts: Any, rows: object) -> StepOutput:
-        eager.append((self, max(layouts[0].num_scheduled)))
-        return forward(self, ids, at, layouts, rows)
+    def noted(self: Eager, step: StepTensors) -> StepOutput:
+        eager.append((self, max(step.layouts[0].num_scheduled)))
+        return forward(self, step)
 
     monkeypatch.setattr(Eager, "forward", noted)
     heads: list[Again] = []
@@ -136,9 +136,9 @@ class Network:
 
     groups = group_layers([KVCacheSpec(1, 16, 64)])
 
-    def forward(self, input_ids, positions, layouts, logits_indices) -> StepOutput:
-        hidden = torch.stack((input_ids, positions), 1).float()
-        logits = hidden.index_select(0, logits_indices)
+    def forward(self, step: StepTensors) -> StepOutput:
+        hidden = torch.stack((step.input_ids, step.positions), 1).float()
+        logits = hidden.index_select(0, step.logits_indices)
         return StepOutput(hidden, logits, *logits.max(-1))
 
 
@@ -201,15 +201,14 @@ class Rig:
         put("seq_lens", np.full(rows, 9, np.int32))
         put("block_table 0", np.ones((rows, 3), np.int32))
         put("slot_mapping 0", ids)
-        batch = SimpleNamespace(
-            input_ids=put("input_ids", ids),
-            positions=put("positions", ids + 100),
-            logits_indices=put("logits_indices", starts[1:] - 1),
-            slots=np.arange(rows),
-            layouts=[SimpleNamespace(tree=None, num_scheduled=lengths)],
+        step = StepTensors(
+            put("input_ids", ids),
+            put("positions", ids + 100),
+            (SimpleNamespace(tree=None, num_scheduled=lengths),),
+            put("logits_indices", starts[1:] - 1),
         )
         self.inputs.send()
-        output = self.graphs.run(batch)
+        output = self.graphs.forward(step)
         assert output.hidden.tolist() == [[i, i + 100] for i in ids.tolist()]
         last = ids[starts[1:] - 1]
         assert (

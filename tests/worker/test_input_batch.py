@@ -63,27 +63,28 @@ def test_every_row_has_its_tokens_positions_and_slots(
     if fixed:
         inputs = FixedInputs(StepSizes(SLOTS * LENGTH, SLOTS, SLOTS + 1), num_groups, LENGTH)
     batch = build_input_batch(plan, table, inputs)
+    step = batch.tensors
     at = 0
     for row, slot in enumerate(slots):
         request = requests[slot]
         for i in range(scheduled[row]):
             position = request.num_computed_tokens + i
-            assert batch.input_ids[at] == request.token_ids[position]
-            assert batch.positions[at] == position
-            for group, layout in enumerate(batch.layouts):
+            assert step.input_ids[at] == request.token_ids[position]
+            assert step.positions[at] == position
+            for group, layout in enumerate(step.layouts):
                 block = request.block_ids[group][position // block_size]
                 assert layout.slot_mapping[at] == block * block_size + position % block_size
             at += 1
-        for group, layout in enumerate(batch.layouts):
+        for group, layout in enumerate(step.layouts):
             ids = request.block_ids[group]
             width = layout.block_table.shape[1]
             assert layout.block_table[row].tolist()[: len(ids)] == ids[:width]
             assert layout.contexts[row] == request.num_computed_tokens + scheduled[row]
             assert layout.query_start_loc[row + 1] == at
-    assert len(batch.input_ids) == at
+    assert len(step.input_ids) == at
     assert batch.sampling_rows.tolist() == [i for i, sample in enumerate(samples) if sample]
     ends = batch.starts[1:] - 1
-    assert batch.logits_indices.tolist() == [ends[i] for i, sample in enumerate(samples) if sample]
+    assert step.logits_indices.tolist() == [ends[i] for i, sample in enumerate(samples) if sample]
 
 
 @pytest.mark.parametrize("tree", [None, TREE])
@@ -104,13 +105,14 @@ def test_drafts_follow_the_known_tokens(tree: DraftTree | None, fixed: bool) -> 
         inputs = FixedInputs(replace(sizes, trees=True), 1, LENGTH)
     table.draft_tree = tree
     batch = build_input_batch(plan, table, inputs)
+    step = batch.tensors
     ids = [2, 3, 4, 104, 206, 50, 51, 52, 53, 302, 60, 61]
-    assert batch.input_ids.tolist() == ids
+    assert step.input_ids.tolist() == ids
     assert batch.num_drafts.tolist() == [0, 4, 2]
-    assert batch.logits_indices.tolist() == [3, 4, 5, 6, 7, 8, 9, 10, 11]
-    assert batch.logit_tokens.tolist() == batch.input_ids[batch.logits_indices].tolist()
-    assert batch.logit_positions.tolist() == batch.positions[batch.logits_indices].tolist()
-    (layout,) = batch.layouts
+    assert step.logits_indices.tolist() == [3, 4, 5, 6, 7, 8, 9, 10, 11]
+    assert batch.logit_tokens.tolist() == step.input_ids[step.logits_indices].tolist()
+    assert batch.logit_positions.tolist() == step.positions[step.logits_indices].tolist()
+    (layout,) = step.layouts
     places = [2, 3, 4, 4, 6, 7, 8, 9, 10, 2, 3, 4]
     firsts = [0] * 3 + [1] + [2] * 5 + [3] * 3
     mapping = [
@@ -120,10 +122,10 @@ def test_drafts_follow_the_known_tokens(tree: DraftTree | None, fixed: bool) -> 
     assert layout.slot_mapping.tolist() == mapping
     assert layout.contexts == (5, 5, 11, 5)
     if tree is None:
-        assert batch.positions.tolist() == places
+        assert step.positions.tolist() == places
         assert layout.tree is None
     else:
-        assert batch.positions.tolist() == [2, 3, 4, 4, 6, 7, 7, 8, 9, 2, 3, 3]
+        assert step.positions.tolist() == [2, 3, 4, 4, 6, 7, 7, 8, 9, 2, 3, 3]
         words = [0b1, 0b11, 0b101, 0b1011, 0b11011]
         assert layout.tree.tolist() == [0] * 4 + words + words[:3]
         assert layout.tree_words == tuple([0] * 4 + words + words[:3])

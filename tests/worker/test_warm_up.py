@@ -20,6 +20,7 @@ from torch import Tensor
 from kvik import LLM, SamplingParams
 from kvik.spec.kv import KVCacheSpec, group_layers
 from kvik.spec.visible_keys import Budget
+from kvik.worker.input_batch import StepTensors
 from kvik.worker.step_inputs import StepSizes
 from kvik.worker.warm_up import WarmUp, forwards
 
@@ -61,7 +62,8 @@ class Network:
     """Notes what steps it is to compute."""
 
     groups = group_layers([KVCacheSpec(1, 16, 64), KVCacheSpec(1, 16, 64, budget=Budget(48))])
-    kv = SimpleNamespace(layers=(SimpleNamespace(k=torch.zeros(1)),), storages=(torch.zeros(3),))
+    kv = SimpleNamespace(storages=(torch.zeros(3),))
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, int, bool]] = []
@@ -72,12 +74,12 @@ class Network:
         assert not source.any() and not target.any()  # block 0 is nobody's
         self.copied.append(len(source))
 
-    def forward(self, input_ids, positions, layouts, logits_indices) -> None:
-        (length, *others) = {len(input_ids), len(positions), *layouts[0].num_scheduled}
-        first, second = layouts
+    def forward(self, step: StepTensors) -> None:
+        lengths = {len(step.input_ids), len(step.positions), *step.layouts[0].num_scheduled}
+        (length, *others), (first, second) = lengths, step.layouts
         assert first.first_keys is None and second.first_keys.tolist() == [0]
         assert first.block_table is second.block_table and not others
-        assert logits_indices.tolist() == list(range(length))[-SAMPLES:]
+        assert step.logits_indices.tolist() == list(range(length))[-SAMPLES:]
         assert first.slot_mapping.tolist() == [-1] * length  # stored nowhere
         assert not first.block_table.any() and first.block_table.shape == (1, 8)
         assert first.query_start_loc.tolist() == [0, length] and first.seq_lens.tolist() == [length]

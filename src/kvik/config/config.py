@@ -523,10 +523,20 @@ class RunnerConfig:
     replicas: int = 1
     role: str = "both"
 
-    def device_of(self, rank: int) -> str:
+    def device_of(self, process: int) -> str:
         """Return the device of a process: consecutive GPUs, one for each process."""
         kind, _, index = self.device.partition(":")
-        return f"{kind}:{int(index) + rank}" if index else kind
+        return f"{kind}:{int(index) + process}" if index else kind
+
+    def of_stage(self, stage: PipelineStage) -> RunnerConfig:
+        """Return the settings of a stage. The last one has the first GPUs, as it is the engine's
+        process, and each other stage of this machine the next ones. Ray gives GPUs to stages on
+        other machines."""
+        kind, _, index = self.device.partition(":")
+        device = self.device_of((stage.number + 1) % stage.count * self.ranks)
+        if index and self.backend == "ray":
+            device = f"{kind}:0"
+        return replace(self, device=device)
 
     @property
     def stages(self) -> tuple[PipelineStage, ...]:

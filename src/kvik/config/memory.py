@@ -329,7 +329,8 @@ class Footprint:
     # are summed; all logits if prompts are scored through transformers.
     output_bytes: int = 0
     stage_ends: tuple[int, ...] = ()  # see `RunnerConfig`
-    # Weights of each stage if stages are on separate machines, which are all planned alike.
+    # Weights of each stage if stages are on separate machines, or on separate GPUs, of which the
+    # fullest counts. All are planned alike.
     stage_bytes: tuple[int, ...] = ()
     counted: int | None = None  # weights of a model that is only planned
 
@@ -351,11 +352,13 @@ class Footprint:
         num_bytes = self.counted
         if num_bytes is None:
             num_bytes = self.spec.weight_bytes(self.dtype, self.quantization, self.kernels)
-        if self._one_of_several:
-            num_bytes = self.repeated + -(
-                -(num_bytes - self.repeated) * self._largest_share // 1000
-            )
-        return num_bytes + added
+        return self.own_share(num_bytes) + added
+
+    def own_share(self, num_bytes: int) -> int:
+        """Return the bytes of the fullest device, of weights that a group divides."""
+        if not self._one_of_several:
+            return num_bytes
+        return self.repeated + -(-(num_bytes - self.repeated) * self._largest_share // 1000)
 
     @property
     def _one_of_several(self) -> bool:
@@ -475,6 +478,8 @@ class Footprint:
         peak += self._choosing(size)
         if self.adapters is not None:
             peak += self.adapters.step(size.max_num_batched_tokens, self._item)
+        if self.stage_ends and not self._taped:  # what a stage gets from the one before
+            peak += size.max_num_batched_tokens * self.spec.hidden_size * self._item
         peak *= self._processes  # counts shared memory once per process
         peak += size.max_num_batched_tokens * self.output_bytes
         drafting = self._drafting(size, self.draft) if self.draft else 0

@@ -79,44 +79,47 @@ def check_group(
 def _check_torch(
     config: EngineConfig, spec: ModelSpec, compute: Compute, hardware: Hardware
 ) -> None:
-    """Check a group that uses torch.distributed."""
-    ranks = config.tensor_parallel_size
+    """Check processes whose groups use torch.distributed."""
+    option = STAGES if config.pipeline_parallel_size > 1 else OPTION
     kernels = f"{compute.kernels} kernels with {compute.attention} attention"
-    if config.pipeline_parallel_size > 1:
-        raise ConfigError(STAGES, f"must be 1 with {kernels}: only the native kernels have stages")
     if compute.kernels == "native":
         reason = "kernels torch, or native ones with their own attention"
-        raise ConfigError(OPTION, f"must be 1 with {kernels}: several processes need {reason}")
+        raise ConfigError(option, f"must be 1 with {kernels}: several processes need {reason}")
     if not hardware.native:
         reason = "kvik was installed without its native module, by which processes watch each other"
-        raise ConfigError(OPTION, f"must be 1: {reason}")
+        raise ConfigError(option, f"must be 1: {reason}")
     if config.expert_parallel:
         raise ConfigError("expert_parallel", f"must be false with {kernels}")
     if spec.built is not None:
-        raise ConfigError(OPTION, f"must be 1 with an engine folder for {compute.kernels} kernels")
+        raise ConfigError(option, f"must be 1 with an engine folder for {compute.kernels} kernels")
     if config.engine_cache is not None:
-        raise ConfigError("engine_cache", f"must be left out with {kernels} in {ranks} processes")
+        reason = f"must be left out with {kernels} in several processes"
+        raise ConfigError("engine_cache", reason)
     if compute.gpu is not None:
-        group_gpus(compute.gpu, ranks, hardware)
+        gpus_of(config, compute.gpu, hardware)
 
 
-def group_gpus(first: Gpu, ranks: int, hardware: Hardware) -> list[Gpu]:
-    """Return the GPUs of a group: consecutive ones from `first` on, one for each process.
+def gpus_of(config: EngineConfig, first: Gpu, hardware: Hardware) -> list[Gpu]:
+    """Return the GPUs of an engine on this machine: consecutive ones from `first` on, one for each
+    process.
 
     Raises:
         ConfigError: some do not exist, or they are of different models.
     """
+    count, option = config.tensor_parallel_size, OPTION
+    if config.pipeline_parallel_size > 1 and config.distributed_executor_backend == "mp":
+        count, option = count * config.pipeline_parallel_size, STAGES
     gpus = {gpu.index: gpu for gpu in hardware.gpus}
-    indices = range(first.index, first.index + ranks)
+    indices = range(first.index, first.index + count)
     missing = [f"cuda:{index}" for index in indices if index not in gpus]
     if missing:
         visible = ", ".join(f"cuda:{index}" for index in sorted(gpus))
-        reason = f"needs a GPU for each of {ranks} processes, and {missing[0]} is not there"
-        raise ConfigError(OPTION, f"{reason} (CUDA devices: {visible})")
+        reason = f"needs a GPU for each of {count} processes, and {missing[0]} is not there"
+        raise ConfigError(option, f"{reason} (CUDA devices: {visible})")
     names = {gpus[index].name for index in indices}
     if len(names) > 1:
         kinds = " and ".join(sorted(names))
-        raise ConfigError(OPTION, f"needs GPUs of one kind, not {kinds}")
+        raise ConfigError(option, f"needs GPUs of one kind, not {kinds}")
     return [gpus[index] for index in indices]
 
 
@@ -163,9 +166,9 @@ def stage_ends(
 def stage_weights(
     config: EngineConfig, spec: ModelSpec, compute: Compute, ends: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the bytes of the weights of each stage if stages are on separate machines; () if all
-    are on this one."""
-    if config.distributed_executor_backend != "ray":
+    """Return the bytes of the weights of each stage if stages are on separate machines or GPUs; ()
+    if they share the memory of this machine."""
+    if config.distributed_executor_backend != "ray" and compute.gpu is None:
         return ()
     weights, first, last = _weights_of_parts(config, spec, compute)
     return tuple(
@@ -271,8 +274,8 @@ def repeated_bytes(config: EngineConfig, spec: ModelSpec, compute: Compute) -> i
         return 0
     numbers = spec.table_numbers + (spec.small_numbers if is_fast(config, compute) else 0)
     num_bytes = numbers * DTYPE_BYTES[compute.dtype]
-    if compute.gpu is not None:
-        return num_bytes  # the plan is for one device
+    if compute.gpu is not None:  # the plan is for one device
+        return num_bytes if config.tensor_parallel_size > 1 else 0
     local = config.distributed_executor_backend == "mp"
     twice = spec.tie_word_embeddings and config.pipeline_parallel_size > 1 and local
     tables = config.tensor_parallel_size * (1 + (local and _embeds_last(config)))
@@ -301,6 +304,7 @@ def check_replicas(config: EngineConfig, compute: Compute, hardware: Hardware) -
         ConfigError: there are too few threads or GPUs.
     """
     replicas, ranks = config.data_parallel_size, config.tensor_parallel_size
+    each = ranks * config.pipeline_parallel_size
     if replicas == 1:
         return
     if config.distributed_executor_backend == "ray":
@@ -309,18 +313,17 @@ def check_replicas(config: EngineConfig, compute: Compute, hardware: Hardware) -
         )
     if compute.gpu is not None:
         count = len(_gpus(compute.gpu, hardware))
-        if replicas * ranks > count:
+        if replicas * each > count:
             reason = (
-                f"must be at most {count // ranks}, as there are {count} GPUs like the first one"
+                f"must be at most {count // each}, as there are {count} GPUs like the first one"
             )
-            raise ConfigError(REPLICAS, f"{reason}, {ranks} for each engine, not {replicas}")
+            raise ConfigError(REPLICAS, f"{reason}, {each} for each engine, not {replicas}")
         return
     threads = config.threads or hardware.threads
-    needed = ranks * config.pipeline_parallel_size
-    if replicas * needed > threads:
-        suffix = f", {needed} for each engine" if needed > 1 else ""
+    if replicas * each > threads:
+        suffix = f", {each} for each engine" if each > 1 else ""
         reason = (
-            f"must be at most {max(1, threads // needed)}, as there are {threads} threads{suffix}"
+            f"must be at most {max(1, threads // each)}, as there are {threads} threads{suffix}"
         )
         raise ConfigError(REPLICAS, f"{reason}, not {replicas}")
 

@@ -37,7 +37,7 @@ from kvik.config.parallel import (
     check_group,
     check_replicas,
     given_bytes,
-    group_gpus,
+    gpus_of,
     is_fast,
     repeated_bytes,
     replica_limit,
@@ -122,13 +122,8 @@ def resolve(
     repeated = repeated_bytes(config, spec, compute) if mapped is None else 0
     stage_bytes = stage_weights(config, spec, compute, ends)
     output_bytes = given_bytes(config, spec)
-    footprint = replace(
-        footprint,
-        repeated=repeated,
-        stage_ends=ends,
-        stage_bytes=stage_bytes,
-        output_bytes=output_bytes,
-    )
+    footprint = replace(footprint, repeated=repeated, stage_ends=ends, output_bytes=output_bytes)
+    footprint = replace(footprint, stage_bytes=tuple(map(footprint.own_share, stage_bytes)))
     footprint = with_drafter(footprint, requested, source)
     footprint = with_adapters(footprint, config, adapters, notes)
     rest = less_memory_tier(limit, tiers, compute, hardware, replicas)
@@ -240,10 +235,10 @@ def _with_options(
 
 
 def _of_fullest(limit: Limit, config: EngineConfig, compute: Compute, hardware: Hardware) -> Limit:
-    """Return the limit of the GPU with the least memory, as all have equal shares of the model."""
-    if compute.gpu is None or config.tensor_parallel_size == 1:
+    """Return the limit of the GPU with the least memory, as the plan is for all."""
+    if compute.gpu is None or config.tensor_parallel_size * config.pipeline_parallel_size == 1:
         return limit
-    gpus = group_gpus(compute.gpu, config.tensor_parallel_size, hardware)
+    gpus = gpus_of(config, compute.gpu, hardware)
     smallest = min(gpu.free_memory for gpu in gpus)
     if smallest >= compute.gpu.free_memory:
         return limit

@@ -24,6 +24,7 @@ from kvik.kernels.ops import Ops
 from kvik.launch import load_tokenizer, resolve_config
 from kvik.text.tokenizer import Tokenizer
 from kvik.worker.graphs import EngineNetwork
+from kvik.worker.input_batch import StepTensors
 from kvik.worker.loading import load_network
 from kvik.worker.platforms import inference_on, platform
 
@@ -139,4 +140,4 @@ def _read(network: EngineNetwork, ids: Sequence[int], block_size: int) -> None:
             )
         )
     none = torch.empty(0, dtype=torch.int64)
-    network.forward(torch.tensor(ids), torch.arange(len(ids)), layouts, none)
+    network.forward(StepTensors(torch.tensor(ids), torch.arange(len(ids)), tuple(layouts), none))

@@ -7,7 +7,7 @@ from kvik.kernels.cpu.native import Native
 from kvik.kernels.cpu.recording import Recording
 from kvik.worker.graphs import EngineNetwork, Graph, StepOutput
 from kvik.worker.group import OtherRanks, RunStep
-from kvik.worker.input_batch import InputBatch
+from kvik.worker.input_batch import StepTensors
 from kvik.worker.step_inputs import PARTS, FixedInputs
 
 
@@ -51,7 +51,7 @@ class CpuTape(Graph):
             CaptureError: the model uses an operation that has no native kernel.
         """
         sizes = inputs.sizes
-        layouts = [
+        layouts = tuple(
             StepLayout(
                 query_start_loc=inputs.full("query_start_loc"),
                 seq_lens=inputs.full("seq_lens"),
@@ -68,46 +68,42 @@ class CpuTape(Graph):
                 adapters=inputs.full("adapters") if sizes.adapters else None,
             )
             for group, of in enumerate(network.groups)
-        ]
+        )
         with native.record({sizes.tokens: 0, sizes.seqs: 1, sizes.samples: 2}) as recording:
             output = network.forward(
-                inputs.full("input_ids"),
-                inputs.full("positions"),
-                layouts,
-                inputs.full("logits_indices"),
-                inputs.entered,
+                StepTensors(
+                    inputs.full("input_ids"),
+                    inputs.full("positions"),
+                    layouts,
+                    inputs.full("logits_indices"),
+                    inputs.entered(sizes.tokens),
+                )
             )
         return CpuTape(native, recording, output, network, inputs)
 
-    def run(self, batch: InputBatch) -> StepOutput:
-        """Run a step. The batch must be in the recorded inputs; see `replay`."""
-        tokens, samples = batch.input_ids.shape[0], batch.logits_indices.shape[0]
-        step = RunStep(tokens, len(batch.slots), samples, self.network.drafts)
-        return self.replay(step, batch.layouts[0].tree is not None)
-
-    def replay(self, step: RunStep, has_trees: bool) -> StepOutput:
-        """Run a step whose inputs are in the recorded memory.
-
-        Args:
-            has_trees: it has trees of drafts.
+    def forward(self, step: StepTensors) -> StepOutput:
+        """Run a step, whose inputs are in the recorded memory.
 
         Raises:
             GroupLost: one of the other processes is gone.
         """
+        tokens, samples = step.input_ids.shape[0], step.logits_indices.shape[0]
+        layout = step.layouts[0]
         if self.inputs.sizes.trees:
+            has_trees = layout.tree is not None
             if self._has_trees and not has_trees:
                 self.inputs.full("tree").zero_()
             self._has_trees = has_trees
-        size = step.tokens, step.seqs, step.samples
+        size = tokens, len(layout.num_scheduled), samples
         if self.ranks is None:
             self.native.replay(self.recording, size)
         else:
-            with self.ranks.jointly(step):
+            with self.ranks.jointly(RunStep(*size, self.network.drafts)):
                 self.native.replay(self.recording, size)
-        part = self._parts.get((step.tokens, step.samples))
+        part = self._parts.get((tokens, samples))
         if part is None:
             if len(self._parts) == PARTS:
                 self._parts.clear()
-            part = self.output.first(step.tokens, step.samples)
-            self._parts[step.tokens, step.samples] = part
+            part = self.output.first(tokens, samples)
+            self._parts[tokens, samples] = part
         return part

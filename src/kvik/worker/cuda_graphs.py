@@ -17,8 +17,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
-from torch import Tensor
-
 from kvik.attention.base import StepLayout
 from kvik.config.graph_sizes import GraphSize
 from kvik.worker.captures import (
@@ -29,7 +27,7 @@ from kvik.worker.captures import (
     GraphMemory,
 )
 from kvik.worker.graphs import Eager, EngineNetwork, Graph, StepOutput, zero_rows
-from kvik.worker.input_batch import InputBatch
+from kvik.worker.input_batch import StepTensors
 from kvik.worker.step_inputs import DeviceInputs
 
 
@@ -84,24 +82,15 @@ class DecodeGraphs(Graph):
         """
         self._captures.capture(self._captures.sizes[number])
 
-    def run(self, batch: InputBatch) -> StepOutput:
-        return self.forward(batch.input_ids, batch.positions, batch.layouts, batch.logits_indices)
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        layouts: Sequence[StepLayout],
-        logits_indices: Tensor,
-    ) -> StepOutput:
-        """Run the forward of a step, whose inputs are in `inputs`; see `EngineNetwork.forward`. All
-        processes of a group choose the same size, because they have captured the same ones."""
-        samples, output = len(logits_indices), self._output
-        replay = self._replay_of(layouts[0], len(input_ids), samples)
+    def forward(self, step: StepTensors) -> StepOutput:
+        """Run the forward of a step, whose inputs are in `inputs`. All processes of a group choose
+        the same size, because they have captured the same ones."""
+        tokens, samples, output = len(step.input_ids), len(step.logits_indices), self._output
+        replay = self._replay_of(step.layouts[0], tokens, samples)
         if replay is None or output is None:
-            return self._eager.forward(input_ids, positions, layouts, logits_indices)
+            return self._eager.forward(step)
         replay()
-        return output.first(len(input_ids), samples)
+        return output.first(tokens, samples)
 
     def _replay_of(
         self, layout: StepLayout, tokens: int, samples: int
@@ -125,7 +114,7 @@ class DecodeGraphs(Graph):
         """Run a step of this size and write its output to `_output`. The layouts give the most
         tokens and keys of a request; the actual numbers are read on the device."""
         inputs, sizes = self.inputs, self.inputs.sizes
-        layouts = [
+        layouts = tuple(
             StepLayout(
                 query_start_loc=inputs.padded("query_start_loc", size.rows + 1),
                 seq_lens=inputs.padded("seq_lens", size.rows),
@@ -146,12 +135,15 @@ class DecodeGraphs(Graph):
                 adapters=inputs.padded("adapters", size.tokens) if sizes.adapters else None,
             )
             for group in inputs.groups
-        ]
+        )
         output = self.network.forward(
-            inputs.padded("input_ids", size.tokens),
-            inputs.padded("positions", size.tokens),
-            layouts,
-            inputs.padded("logits_indices", size.samples),
+            StepTensors(
+                inputs.padded("input_ids", size.tokens),
+                inputs.padded("positions", size.tokens),
+                layouts,
+                inputs.padded("logits_indices", size.samples),
+                inputs.entered(size.tokens),
+            )
         )
         if self._output is None:  # one for all sizes: it is read before the next step
             tokens, samples = self._most_tokens, self._most_samples

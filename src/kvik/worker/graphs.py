@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.attention.base import AttentionBackend, StepLayout
+from kvik.attention.base import AttentionBackend
 from kvik.attention.budget import kept_keys
 from kvik.core.plan import BudgetCut
 from kvik.frozen import frozen
@@ -30,7 +30,7 @@ from kvik.spec.pooling import PoolingSpec
 from kvik.spec.shares import PipelineStage
 from kvik.worker.captures import Capturer, Captures, GraphMemory
 from kvik.worker.group import CopyCaches, EarlierStages, Enter, MoveTokens, OtherRanks, ReadLogits
-from kvik.worker.input_batch import InputBatch
+from kvik.worker.input_batch import InputBatch, StepTensors
 
 # Functions of rows, such as draft heads: called each time, or captured for several row counts.
 
@@ -150,7 +150,11 @@ class Graph:
         return False
 
     def run(self, batch: InputBatch) -> StepOutput:
-        """Return the forward of one step."""
+        """Run the forward of one step."""
+        return self.forward(batch.tensors)
+
+    def forward(self, step: StepTensors) -> StepOutput:
+        """Run a forward over inputs that were just put; see `EngineNetwork.forward`."""
         raise NotImplementedError
 
 
@@ -193,29 +197,30 @@ class EngineNetwork:
     onward: Callable[[Tensor, Sequence[Tensor]], Tensor] | None = None
     adapters: AdapterSlots | None = None
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        layouts: Sequence[StepLayout],
-        logits_indices: Tensor,
-        entered: Sequence[Tensor] = (),
-    ) -> StepOutput:
-        """Run the forward of a step; the head only for rows that sample.
+    @property
+    def device(self) -> torch.device:
+        """Device of its caches. A stage may have only layers with states."""
+        return (*self.kv.storages, self.states.pool)[0].device
 
-        Args:
-            entered: results of the stage before this one, if there is one: `hidden` and `onward` of
-                its output.
-        """
+    @property
+    def entering(self) -> int:
+        """Number of results of the stage before that a forward reads; see `StepTensors.entered`."""
+        if self.stage is None or self.stage.first:
+            return 0
+        return 1 + sum(layer < self.stage.layers.start for layer in self.taps)
+
+    def forward(self, step: StepTensors) -> StepOutput:
+        """Run the forward of a step; the head only for rows that sample."""
+        input_ids, entered = step.input_ids, step.entered
         metadata = tuple(
             self.backend.plan(layout, group.spec.window if group.layers else None)
-            for layout, group in zip(layouts, self.groups, strict=True)
+            for layout, group in zip(step.layouts, self.groups, strict=True)
         )
         taps = None
         if self.taps:
             taps = Taps(self.taps, lambda x: self.ops.scaled(x, 1.0), list(entered[1:]))
         kv, states = self.kv.layers, self.states.layers
-        ctx = ForwardContext(positions, metadata, kv, states, taps=taps)
+        ctx = ForwardContext(step.positions, metadata, kv, states, taps=taps)
         model, stage = self.model, self.stage
         if stage is None:
             hidden = model.forward(input_ids, ctx)
@@ -227,7 +232,7 @@ class EngineNetwork:
             hidden = model.leave(x)
         if not self.generates:
             return StepOutput(hidden, hidden[:0], hidden[:0], hidden[:0])
-        logits = self.model.logits(self.ops.gather_rows(hidden, logits_indices))
+        logits = self.model.logits(self.ops.gather_rows(hidden, step.logits_indices))
         onward: tuple[Tensor, ...] = ()
         if self.onward is not None:
             onward = (self.onward(hidden, () if taps is None else taps.kept),)
@@ -269,7 +274,7 @@ class EngineNetwork:
         self.states.copy(states)
         if blocks and self.kv.storages:  # a stage may have only layers with states
             storages = self.kv.storages
-            source, target = upload(np.array(blocks), storages[0].device).unbind(1)
+            source, target = upload(np.array(blocks), self.device).unbind(1)
             for storage in storages:
                 self.ops.copy_blocks(storage, source, target)
 
@@ -295,7 +300,7 @@ class EngineNetwork:
         """
         budget = self.groups[cut.group].spec.budget
         assert budget is not None
-        device = self.kv.storages[0].device
+        device = self.device
         at, to = upload(source, device), upload(target, device)
         order = torch.arange(cut.end - budget.last, cut.end, device=device) % budget.last
         for layer in self.groups[cut.group].layers:
@@ -311,15 +316,5 @@ class Eager(Graph):
     def __init__(self, network: EngineNetwork) -> None:
         self.network = network
 
-    def run(self, batch: InputBatch) -> StepOutput:
-        return self.forward(batch.input_ids, batch.positions, batch.layouts, batch.logits_indices)
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        layouts: Sequence[StepLayout],
-        logits_indices: Tensor,
-    ) -> StepOutput:
-        """See `EngineNetwork.forward`."""
-        return self.network.forward(input_ids, positions, layouts, logits_indices)
+    def forward(self, step: StepTensors) -> StepOutput:
+        return self.network.forward(step)

@@ -76,6 +76,11 @@ class WarmUpStep:
 
 
 @dataclass(frozen=True, slots=True)
+class IdleStep:
+    """Spend idle time of a stage, then reply whether more remains: any byte, or none."""
+
+
+@dataclass(frozen=True, slots=True)
 class CopyCaches:
     """Copy blocks of the cache, and the states of requests; see `EngineNetwork.copy`."""
 
@@ -160,6 +165,7 @@ Message = (
     | SentStep
     | CaptureStep
     | WarmUpStep
+    | IdleStep
     | CopyCaches
     | MoveTokens
     | ReadLogits
@@ -284,7 +290,15 @@ class EarlierStages(Followers, Protocol):
     first stage at once, each other stage when it has the result of the one before."""
 
     def entered(self) -> bytes:
-        """Wait for their results of the oldest step not fetched yet; see `FixedInputs.enter`.
+        """Wait for their results of the oldest step not fetched yet; see `EnteredStates.put`.
+
+        Raises:
+            GroupLost: one of them is gone.
+        """
+        ...
+
+    def idle_step(self) -> bool:
+        """Let each of them spend idle time; see `Executor.idle_step`.
 
         Raises:
             GroupLost: one of them is gone.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 from torch import Tensor
 
@@ -14,31 +16,44 @@ from kvik.worker.step_inputs import StepInputs
 
 
 @frozen
-class InputBatch:
-    """The inputs of one step.
+class StepTensors:
+    """What the forward of a step reads.
 
     Attributes:
         input_ids, positions: [tokens] int64, the rows' tokens one after another.
         layouts: places of the tokens in the cache, per KV group.
-        slots: [rows] on the host.
-        starts: [rows + 1] on the host, first token of each row.
-        ends: [rows] on the host, computed tokens of each request after the step.
-        sampling_rows: rows that sample, on the host.
         logits_indices: [logit rows] int64, tokens whose logits are computed: the last
             1 + number of drafts of each sampling row.
-        num_drafts: [sampling rows] on the host; None: no row has any.
-        logit_tokens, logit_positions: [logit rows] int64 on the host, those tokens and their
-            positions; None: no row has drafts.
+        entered: `hidden` and `onward` of the output of the stage before this one, [tokens, width]
+            each; (): there is none.
     """
 
     input_ids: Tensor
     positions: Tensor
     layouts: tuple[StepLayout, ...]
+    logits_indices: Tensor
+    entered: Sequence[Tensor] = ()
+
+
+@frozen
+class InputBatch:
+    """The inputs of one step.
+
+    Attributes:
+        slots: [rows] on the host.
+        starts: [rows + 1] on the host, first token of each row.
+        ends: [rows] on the host, computed tokens of each request after the step.
+        sampling_rows: rows that sample, on the host.
+        num_drafts: [sampling rows] on the host; None: no row has any.
+        logit_tokens, logit_positions: [logit rows] int64 on the host, the tokens whose logits are
+            computed and their positions; None: no row has drafts.
+    """
+
+    tensors: StepTensors
     slots: np.ndarray
     starts: np.ndarray
     ends: np.ndarray
     sampling_rows: np.ndarray
-    logits_indices: Tensor
     num_drafts: np.ndarray | None = None
     logit_tokens: np.ndarray | None = None
     logit_positions: np.ndarray | None = None
@@ -74,73 +89,89 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
         if table.draft_tree is not None:
             positions, words = _tree_positions(table.draft_tree, places, starts, drafts)
         logit_tokens, logit_positions = input_ids[logits_indices], positions[logits_indices]
-
-    def kv_positions(group: int) -> np.ndarray:
-        blocks = table.blocks(group, (token_slots, block))
-        return blocks.astype(np.int64) * block_size + offset
-
     block_size = table.block_size
     max_blocks = -(-int(seq_lens.max()) // block_size)
     block = places // block_size
     offset = places - block * block_size
-    query_start_loc = inputs.put("query_start_loc", starts.astype(np.int32))
-    seq_lens_tensor = inputs.put("seq_lens", seq_lens.astype(np.int32))
-    num_scheduled, contexts = tuple(plan.num_scheduled_tokens), tuple(seq_lens.tolist())
-    tree_tensor = None if words is None else inputs.put("tree", words)
-    tree_words = () if words is None else tuple(words.tolist())
-    adapters = None
+    arrays: dict[str, np.ndarray] = {
+        "query_start_loc": starts.astype(np.int32),
+        "seq_lens": seq_lens.astype(np.int32),
+        "input_ids": input_ids,
+        "positions": positions,
+        "logits_indices": logits_indices,
+    }
+    if words is not None:
+        arrays["tree"] = words
     if table.adapters is not None:
-        adapters = inputs.put("adapters", table.adapters[token_slots])
-    state_rows = pending = state_drafts = None
+        arrays["adapters"] = table.adapters[token_slots]
     if table.states or table.first_keys is not None:
-        state_rows = inputs.put("state_rows", slots.astype(np.int32))
+        arrays["state_rows"] = slots.astype(np.int32)
     if table.covered is not None:
         of_begun = np.where(computed > 0, computed - table.covered[slots], 0)
-        pending = inputs.put("state_pending", of_begun.astype(np.int32))
-        state_drafts = inputs.put("state_drafts", np.array(plan.num_draft_tokens, np.int32))
-    layouts = tuple(
-        StepLayout(
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens_tensor,
-            block_table=inputs.put(
-                f"block_table {group}", table.blocks(group, (slots, slice(max_blocks)))
-            ),
-            slot_mapping=inputs.put(f"slot_mapping {group}", kv_positions(group)),
-            num_scheduled=num_scheduled,
-            contexts=contexts,
-            block_size=block_size,
-            tree=tree_tensor,
-            tree_words=tree_words,
-            state_rows=state_rows,
-            state_pending=pending,
-            state_drafts=state_drafts,
-            first_keys=(
-                None
-                if table.first_keys is None
-                else inputs.put(f"first_keys {group}", table.first_keys[group, slots])
-            ),
-            firsts=(
-                () if table.first_keys is None else tuple(table.first_keys[group, slots].tolist())
-            ),
-            adapters=adapters,
-        )
-        for group in range(len(table.block_tables))
-    )
-    batch = InputBatch(
-        input_ids=inputs.put("input_ids", input_ids),
-        positions=inputs.put("positions", positions),
-        layouts=layouts,
+        arrays["state_pending"] = of_begun.astype(np.int32)
+        arrays["state_drafts"] = np.array(plan.num_draft_tokens, np.int32)
+    num_groups = len(table.block_tables)
+    for group in range(num_groups):
+        blocks = table.blocks(group, (token_slots, block))
+        arrays[f"slot_mapping {group}"] = blocks.astype(np.int64) * block_size + offset
+        arrays[f"block_table {group}"] = table.blocks(group, (slots, slice(max_blocks)))
+        if table.first_keys is not None:
+            arrays[f"first_keys {group}"] = table.first_keys[group, slots]
+    return InputBatch(
+        put_step(arrays, inputs, num_groups, block_size),
         slots=slots,
         starts=starts,
         ends=seq_lens,
         sampling_rows=sampling_rows,
-        logits_indices=inputs.put("logits_indices", logits_indices),
         num_drafts=num_drafts,
         logit_tokens=logit_tokens,
         logit_positions=logit_positions,
     )
+
+
+def put_step(
+    arrays: Mapping[str, np.ndarray], inputs: StepInputs, num_groups: int, block_size: int
+) -> StepTensors:
+    """Put and send the inputs of a step, by name. What the stage before computes must have been
+    put."""
+    tensors = {name: inputs.put(name, array) for name, array in arrays.items()}
     inputs.send()
-    return batch
+    starts, rows = arrays["query_start_loc"], len(arrays["seq_lens"])
+    num_scheduled = tuple((starts[1:] - starts[:-1]).tolist())
+    contexts = tuple(arrays["seq_lens"].tolist())
+    tree_words = tuple(arrays["tree"].tolist()) if "tree" in arrays else ()
+    layouts = tuple(
+        StepLayout(
+            query_start_loc=tensors["query_start_loc"],
+            seq_lens=tensors["seq_lens"],
+            # A network that drafts may have put the rows of the step before.
+            block_table=tensors[f"block_table {group}"][:rows],
+            slot_mapping=tensors[f"slot_mapping {group}"],
+            num_scheduled=num_scheduled,
+            contexts=contexts,
+            block_size=block_size,
+            tree=tensors.get("tree"),
+            tree_words=tree_words,
+            state_rows=tensors.get("state_rows"),
+            state_pending=tensors.get("state_pending"),
+            state_drafts=tensors.get("state_drafts"),
+            first_keys=tensors.get(f"first_keys {group}"),
+            firsts=(
+                tuple(arrays[f"first_keys {group}"].tolist())
+                if f"first_keys {group}" in arrays
+                else ()
+            ),
+            adapters=tensors.get("adapters"),
+        )
+        for group in range(num_groups)
+    )
+    return StepTensors(
+        tensors["input_ids"],
+        tensors["positions"],
+        layouts,
+        tensors["logits_indices"],
+        inputs.entered(len(arrays["input_ids"])),
+    )
 
 
 def _tree_positions(

@@ -21,7 +21,7 @@ from kvik.kernels.ops import Ops
 from kvik.worker.captures import CapturePeers
 from kvik.worker.graphs import EngineNetwork, Graph, StepOutput
 from kvik.worker.group import CaptureStep, Message, OtherRanks, RankSetup, SentStep, WarmUpStep
-from kvik.worker.input_batch import InputBatch
+from kvik.worker.input_batch import StepTensors
 from kvik.worker.step_inputs import StepInputs, packed
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class SentInputs(StepInputs):
         Args:
             drafts: of a network that drafts, whose next forward reads again what is not put anew.
         """
-        self.fixed, self._drafts = inputs.fixed, drafts
+        self.fixed, self.states, self._drafts = inputs.fixed, inputs.states, drafts
         self._inputs = inputs
         self._putting: dict[str, np.ndarray] = {}
         self._sent: dict[str, np.ndarray] = {}
@@ -143,21 +143,23 @@ class SentSteps(Graph):
     def idle_step(self) -> bool:
         return self._graph.idle_step()
 
-    def run(self, batch: InputBatch) -> StepOutput:
+    def forward(self, step: StepTensors) -> StepOutput:
         """Run a step in all processes.
 
         Raises:
             GroupLost: one of the others is gone.
         """
         with self._ranks.jointly(self._inputs.step()):
-            # On a GPU, only the first process's device may know tokens of the step before.
-            spread_inputs(self._group, self._network, batch.input_ids)
-            return self._graph.run(batch)
+            spread_inputs(self._group, self._network, step)
+            return self._graph.forward(step)
 
 
-def spread_inputs(group: TorchGroup, network: EngineNetwork, ids: Tensor) -> None:
-    """Let all processes have the first one's tokens [tokens] and, for a network that drafts, the
+def spread_inputs(group: TorchGroup, network: EngineNetwork, step: StepTensors) -> None:
+    """Let all processes have what only the first one knows: the tokens (on a GPU, its device may
+    know them from the step before), results of the stage before, and for a network that drafts the
     hidden states that it reads."""
-    group.spread(ids)
+    group.spread(step.input_ids)
+    for states in step.entered:
+        group.spread(states)
     if network.hidden is not None:
-        group.spread(network.hidden[: len(ids)])
+        group.spread(network.hidden[: len(step.input_ids)])

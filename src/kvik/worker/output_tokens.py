@@ -205,7 +205,7 @@ class OutputTokens(Participant[LaunchedTokens]):
                 unknown[slots if present is None else slots[present]] = True
         rows = batch.sampling_rows[unknown[batch.slots[batch.sampling_rows]]]
         if len(rows):
-            self.newest.fill(batch.input_ids, batch.starts[1:][rows] - 1, batch.slots[rows])
+            self.newest.fill(batch.tensors.input_ids, batch.starts[1:][rows] - 1, batch.slots[rows])
 
     def waits(self, step: RunningStep) -> bool:
         return self.sampling.waits(step.batch.slots)

@@ -8,17 +8,17 @@ prepared when it is begun, and its forward here runs when its tokens are needed.
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvik.core.plan import SchedulerOutput
-from kvik.worker.graphs import Graph, StepOutput
-from kvik.worker.group import EarlierStages, RunStep, SentStep
-from kvik.worker.input_batch import InputBatch
-from kvik.worker.step_inputs import FixedInputs, StepInputs, packed
+from kvik.kernels.upload import upload
+from kvik.worker.graphs import EngineNetwork, Graph, StepOutput
+from kvik.worker.group import EarlierStages, SentStep
+from kvik.worker.input_batch import InputBatch, put_step
+from kvik.worker.step_inputs import StepInputs, packed
 
 Arrays = dict[str, np.ndarray]
 
@@ -28,11 +28,14 @@ class CollectedInputs(StepInputs):
 
     fixed = False
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._arrays: Arrays = {}
 
     def put(self, name: str, array: np.ndarray) -> Tensor:
         self._arrays[name] = array
+        if name == "logits_indices":  # drafters read them after the forward
+            return upload(array, self._device)
         return torch.from_numpy(array)
 
     def take(self) -> Arrays:
@@ -41,47 +44,43 @@ class CollectedInputs(StepInputs):
         return arrays
 
 
-@runtime_checkable
-class Tape(Protocol):
-    """A recorded forward."""
+class StageSteps:
+    """The forwards of a stage, over inputs given by name."""
 
-    def replay(self, step: RunStep, has_trees: bool) -> StepOutput:
-        """Run a step whose inputs are in the recorded memory.
-
-        Args:
-            has_trees: it has trees of drafts.
-        """
-        ...
-
-
-class StageTape:
-    """The recorded forward of a stage, over inputs given by name."""
-
-    def __init__(self, tape: Tape, inputs: FixedInputs) -> None:
-        self._tape, self._inputs = tape, inputs
+    def __init__(
+        self, network: EngineNetwork, graph: Graph, inputs: StepInputs, block_size: int
+    ) -> None:
+        self._graph, self._inputs = graph, inputs
+        self._num_groups, self._block_size = len(network.groups), block_size
 
     def run(self, arrays: Arrays, entered: bytes) -> StepOutput:
         """Run a step.
 
         Args:
-            entered: results of the stage before; see `FixedInputs.enter`; b"" in the first stage.
+            entered: results of the stage before; see `EnteredStates.put`; b"" in the first stage.
         """
-        for name, array in arrays.items():
-            self._inputs.put(name, array)
-        if entered:
-            self._inputs.enter(entered)
-        names = ("input_ids", "seq_lens", "logits_indices")
-        tokens, seqs, samples = (len(arrays[name]) for name in names)
-        return self._tape.replay(RunStep(tokens, seqs, samples), has_trees="tree" in arrays)
+        self._graph.prepare()
+        if self._inputs.states is not None:
+            self._inputs.states.put(entered)
+        return self._graph.forward(
+            put_step(arrays, self._inputs, self._num_groups, self._block_size)
+        )
+
+    def idle_step(self) -> bool:
+        """See `Graph.idle_step`."""
+        return self._graph.idle_step()
 
 
 class Pipeline(Graph):
     """The last stage, which hands steps to the earlier ones."""
 
-    def __init__(self, tape: StageTape, stages: EarlierStages) -> None:
-        self.inputs = CollectedInputs()
-        self._tape, self._stages = tape, stages
+    def __init__(self, steps: StageSteps, stages: EarlierStages, device: torch.device) -> None:
+        self.inputs = CollectedInputs(device)
+        self._steps, self._stages = steps, stages
         self._begun: deque[Arrays] = deque()  # steps whose forward has not run here yet
+
+    def idle_step(self) -> bool:
+        return self._steps.idle_step()
 
     def begin(self, plan: SchedulerOutput) -> None:
         """Hand the step whose inputs were just put to the other stages.
@@ -101,7 +100,7 @@ class Pipeline(Graph):
         """
         try:
             entered = self._stages.entered()
-            return self._tape.run(self._begun.popleft(), entered)
+            return self._steps.run(self._begun.popleft(), entered)
         except Exception:
             raise
         except BaseException:  # Ctrl-C: it is unknown which step comes next

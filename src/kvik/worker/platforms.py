@@ -40,7 +40,14 @@ from kvik.worker.graphs import (
 )
 from kvik.worker.group import RankSetup
 from kvik.worker.joined import Joined
-from kvik.worker.step_inputs import DeviceInputs, FixedInputs, FreshInputs, StepInputs, StepSizes
+from kvik.worker.step_inputs import (
+    DeviceInputs,
+    EnteredStates,
+    FixedInputs,
+    FreshInputs,
+    StepInputs,
+    StepSizes,
+)
 from kvik.worker.team import Team, pace_of
 from kvik.worker.warm_up import WarmUps
 
@@ -192,6 +199,24 @@ class Platform(Protocol):
         ...
 
 
+def entered_states(
+    config: ResolvedConfig,
+    parts: PlatformParts,
+    network: EngineNetwork,
+    sizes: StepSizes,
+    zeros: Callable[[tuple[int, ...], type], np.ndarray] | None = None,
+) -> EnteredStates | None:
+    """Return memory for what a stage gets from the one before; None: there is none.
+
+    Args:
+        zeros: see `EnteredStates`.
+    """
+    if not network.entering:
+        return None
+    shape = network.entering, sizes.tokens, config.model.hidden_size
+    return EnteredStates(*shape, parts.dtype, parts.device, zeros)
+
+
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield the first of each run of neighbours, and their number."""
     ordered = sorted(blocks)
@@ -218,7 +243,8 @@ class TorchPlatform(Platform):
     def graph(
         self, network: EngineNetwork, sizes: StepSizes, *, drafts: bool = False
     ) -> tuple[Graph, StepInputs]:
-        eager = Eager(network), FreshInputs(self.parts.device)
+        states = entered_states(self._config, self.parts, network, sizes)
+        eager = Eager(network), FreshInputs(self.parts.device, states)
         return eager if self.joined is None else self.joined.steps(network, *eager)
 
     def for_drafts(self) -> Platform:
@@ -289,7 +315,6 @@ class NativePlatform(Platform):
         self._config = config
         self._block_size = cache.block_size
         self._max_blocks = -(-scheduler.max_model_len // cache.block_size)
-        self._hidden_size = config.model.hidden_size
 
     def graph(
         self, network: EngineNetwork, sizes: StepSizes, *, drafts: bool = False
@@ -332,12 +357,10 @@ class NativePlatform(Platform):
         from kvik.worker.cpu_tape import CpuTape
 
         zeros = np.zeros if self.group is None else self.group.fixed
-        groups, blocks = len(network.groups), self._max_blocks
-        stage, entered = network.stage, 0
-        if stage is not None and not stage.first:
-            entered = 1 + sum(layer < stage.layers.start for layer in network.taps)
-        results = entered, self._hidden_size, self.parts.dtype
-        inputs = FixedInputs(sizes, groups, blocks, zeros=zeros, entered=results)
+        states = entered_states(self._config, self.parts, network, sizes, zeros)
+        inputs = FixedInputs(
+            sizes, len(network.groups), self._max_blocks, zeros=zeros, states=states
+        )
         return CpuTape.capture(self.native, network, inputs, self._block_size)
 
     def for_drafts(self) -> Platform:
@@ -441,10 +464,11 @@ class TritonPlatform(Platform):
         config, device = self._config, self.parts.device
         context, block_size = config.scheduler.max_model_len, config.cache.block_size
         captured = config.runner.draft_graph_sizes if drafts else config.runner.graph_sizes
+        states = entered_states(self._config, self.parts, network, sizes)
         if not self._plans_on_device:
-            return Eager(network), FreshInputs(device)
+            return Eager(network), FreshInputs(device, states)
         inputs = DeviceInputs(
-            sizes, len(network.groups), -(-context // block_size), device, captured
+            sizes, len(network.groups), -(-context // block_size), device, captured, states
         )
         if not captured:
             return Eager(network), inputs

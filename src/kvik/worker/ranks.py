@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvik.attention.base import StepLayout
 from kvik.config.config import ResolvedConfig
 from kvik.kernels.upload import upload
 from kvik.spec.declare import ForwardContext
 from kvik.spec.shares import PipelineStage
 from kvik.worker.cuda_graphs import DecodeGraphs
-from kvik.worker.graphs import Eager, EngineNetwork
+from kvik.worker.graphs import EngineNetwork
 from kvik.worker.group import (
     CaptureStep,
     CopyCaches,
     CopyPages,
     Enter,
     GiveBack,
+    IdleStep,
     LoadAdapter,
     Message,
     MoveTokens,
@@ -37,9 +37,10 @@ from kvik.worker.group import (
     WarmUpStep,
 )
 from kvik.worker.group_pages import PageShare
+from kvik.worker.input_batch import put_step
 from kvik.worker.joined import spread_inputs
 from kvik.worker.loading import load_share
-from kvik.worker.pipeline import StageTape, Tape
+from kvik.worker.pipeline import StageSteps
 from kvik.worker.platforms import (
     NativePlatform,
     Platform,
@@ -49,7 +50,7 @@ from kvik.worker.platforms import (
     on_device,
     platform,
 )
-from kvik.worker.step_inputs import FixedInputs, StepSizes, unpacked
+from kvik.worker.step_inputs import StepSizes, unpacked
 
 if TYPE_CHECKING:
     from kvik.kernels.torch_group import TorchGroup
@@ -92,10 +93,17 @@ class Member:
         while True:
             message = receive()
             with self._inference():
-                if isinstance(message, LoadAdapter):
-                    reply(self._load_adapter(message).encode())
-                else:
-                    self._do(message)
+                match message:
+                    case LoadAdapter():
+                        reply(self._load_adapter(message).encode())
+                    case IdleStep():
+                        reply(b"\1" * self._idle_step())
+                    case _:
+                        self._do(message)
+
+    def _idle_step(self) -> bool:
+        """See `Executor.idle_step`; only the first process of a stage is told to."""
+        return False
 
     def _load_adapter(self, message: LoadAdapter) -> str:
         """Load an adapter here and in the processes that this one directs. Returns why that fails,
@@ -128,7 +136,7 @@ def make_rank(
     """Load the share of a process other than the first; see `Rank`."""
     if config.runner.kernels == "native":
         return Rank(config, setup, stage, memory)
-    return TorchRank(config, setup)
+    return TorchRank(config, setup, stage)
 
 
 class Rank(Member):
@@ -194,14 +202,17 @@ class LeadingRank(Member):
             ModelError: the weights do not fit the spec.
             ConfigError: the model uses an operation that has no native kernel.
         """
-        torch.set_num_threads(1)
-        platform = NativePlatform(config, setup=setup)
-        network = load_share(config, platform, setup, stage)
-        super().__init__(config, platform, network, setup, stage)
-        graph, inputs = platform.graph(network, StepSizes.of_engine(config))
-        platform.wait_loaded()
-        assert isinstance(graph, Tape) and isinstance(inputs, FixedInputs)
-        self._tape = StageTape(graph, inputs)
+        runner, sizes = config.runner, StepSizes.of_engine(config)
+        device = torch.device(runner.device)
+        torch.set_num_threads(1 if runner.kernels == "native" else runner.threads)
+        with on_device(device):
+            chosen = platform(config, setup=setup)
+            network = load_share(config, chosen, setup, stage)
+            super().__init__(config, chosen, network, setup, stage)
+            graph, inputs = chosen.graph(network, sizes)
+            self._idle_work = chosen.parts.warm_ups.steps(network, config.model, sizes), graph
+            chosen.wait_loaded()
+        self._steps = StageSteps(network, graph, inputs, config.cache.block_size)
 
     def lead(
         self,
@@ -227,21 +238,29 @@ class LeadingRank(Member):
     def _do(self, message: Message) -> None:
         if isinstance(message, SentStep):
             self._network.copy(message.block_copies, message.state_copies)
-            output = self._tape.run(unpacked(message.inputs), self._entered())
+            output = self._steps.run(unpacked(message.inputs), self._entered())
             result = torch.cat((output.hidden, *output.onward)) if output.onward else output.hidden
-            self._leave(result.view(torch.uint8).numpy().data.cast("B"))
+            self._leave(result.view(torch.uint8).cpu().numpy().data.cast("B"))
             return
         ranks = self._network.ranks
         if ranks is not None and isinstance(message, GiveBack | OpenPages | CopyPages):
             ranks.send(message)
         super()._do(message)
 
+    def _idle_step(self) -> bool:
+        return any(work.idle_step() for work in self._idle_work)
+
 
 class TorchRank(Member):
     """A process other than the first, with kernels of torch or Triton."""
 
-    def __init__(self, config: ResolvedConfig, setup: RankSetup) -> None:
+    def __init__(
+        self, config: ResolvedConfig, setup: RankSetup, stage: PipelineStage | None
+    ) -> None:
         """
+        Args:
+            stage: stage of the group; None: it has all layers.
+
         Raises:
             ModelError: the weights do not fit the spec.
             BrokenGroup: one of the processes is gone.
@@ -253,8 +272,8 @@ class TorchRank(Member):
             chosen = platform(config, setup=setup)
             assert isinstance(chosen, TorchPlatform | TritonPlatform)
             assert chosen.joined is not None
-            network = load_share(config, chosen, setup, None)
-            super().__init__(config, chosen, network, setup, None)
+            network = load_share(config, chosen, setup, stage)
+            super().__init__(config, chosen, network, setup, stage)
             group, spec = chosen.joined.group, config.model
             self._steps = [
                 TorchSteps(config, chosen, group, network, spec, StepSizes.of_engine(config))
@@ -309,7 +328,6 @@ class TorchSteps:
         self.network, self._group = network, group
         graph, self._inputs = platform.graph(network, sizes, drafts=network.drafts)
         self.warm_up = platform.parts.warm_ups.steps(network, spec, sizes)
-        assert isinstance(graph, Eager | DecodeGraphs)
         self._graph, self._block_size = graph, config.cache.block_size
 
     def capture(self, number: int) -> None:
@@ -318,28 +336,7 @@ class TorchSteps:
         self._graph.capture(number)
 
     def run(self, arrays: dict[str, np.ndarray]) -> None:
-        """Run a step with the inputs from `build_input_batch` in the first process."""
-        rows = len(arrays["seq_lens"])
-        tensors = {name: self._inputs.put(name, array) for name, array in arrays.items()}
-        self._inputs.send()
-        layouts = tuple(
-            StepLayout(
-                query_start_loc=tensors["query_start_loc"],
-                seq_lens=tensors["seq_lens"],
-                block_table=tensors[f"block_table {group}"][:rows],
-                slot_mapping=tensors[f"slot_mapping {group}"],
-                num_scheduled=tuple(np.diff(arrays["query_start_loc"]).tolist()),
-                contexts=tuple(arrays["seq_lens"].tolist()),
-                block_size=self._block_size,
-                tree=tensors.get("tree"),
-                tree_words=tuple(arrays["tree"].tolist()) if "tree" in arrays else (),
-                state_rows=tensors.get("state_rows"),
-                state_pending=tensors.get("state_pending"),
-                state_drafts=tensors.get("state_drafts"),
-                adapters=tensors.get("adapters"),
-            )
-            for group in range(len(self.network.groups))
-        )
-        ids = tensors["input_ids"]
-        spread_inputs(self._group, self.network, ids)
-        self._graph.forward(ids, tensors["positions"], layouts, tensors["logits_indices"])
+        """Run a step with the inputs that were put in the first process."""
+        step = put_step(arrays, self._inputs, len(self.network.groups), self._block_size)
+        spread_inputs(self._group, self.network, step)
+        self._graph.forward(step)

@@ -159,7 +159,7 @@ class Speculator(Participant[None]):
 
         def hidden(chosen: np.ndarray) -> Tensor:
             indices = upload(newest[chosen], output.hidden.device)
-            places = batch.logits_indices.index_select(0, indices)
+            places = batch.tensors.logits_indices.index_select(0, indices)
             return output.hidden.index_select(0, places)
 
         slots = batch.slots[rows]

@@ -70,15 +70,60 @@ class PinnedCopies:
         return wait
 
 
+CPU = torch.device("cpu")
+
+
+class EnteredStates:
+    """Memory at fixed addresses for what the stage before computes: `hidden` and `onward` of its
+    output."""
+
+    def __init__(
+        self,
+        count: int,
+        tokens: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device = CPU,
+        zeros: Callable[[tuple[int, ...], type], np.ndarray] | None = None,
+    ) -> None:
+        """
+        Args:
+            count: number of tensors, of up to [tokens, width] each.
+            zeros: where memory of the host comes from; None: torch.
+        """
+        shape = count, tokens * width * dtype.itemsize
+        if zeros is None:
+            self._host = _host_memory(shape[0] * shape[1], device).view(shape)
+        else:
+            self._host = torch.from_numpy(zeros(shape, np.uint8))
+        self._memory = self._host if device.type == "cpu" else self._host.to(device)
+        self._tensors = [memory.view(dtype).view(tokens, width) for memory in self._memory]
+
+    def put(self, data: bytes) -> None:
+        """Put [tokens, width] of each tensor, as bytes. The step before has read what was here."""
+        parts = np.frombuffer(data, np.uint8).reshape(len(self._host), -1)
+        size = parts.shape[1]
+        for host, memory, part in zip(self._host, self._memory, parts, strict=True):
+            host.numpy()[:size] = part
+            if memory is not host:
+                memory[:size].copy_(host[:size], non_blocking=True)
+
+    def first(self, tokens: int) -> list[Tensor]:
+        """Return the first tokens of each tensor."""
+        return [tensor[:tokens] for tensor in self._tensors]
+
+
 class StepInputs:
     """Takes the input arrays of steps.
 
     Attributes:
         fixed: an array is written where the last one of its name and shape was, so tensors returned
             before show later values.
+        states: what the stage before computes; None: there is none.
     """
 
     fixed: bool
+    states: EnteredStates | None = None
 
     def put(self, name: str, array: np.ndarray) -> Tensor:
         """Return the array as a tensor on the device, valid until the next step.
@@ -92,6 +137,10 @@ class StepInputs:
     def send(self) -> None:
         """Send all arrays that were put: kernels launched after this see them. By default `put`
         has sent them."""
+
+    def entered(self, tokens: int) -> Sequence[Tensor]:
+        """Return `StepTensors.entered` of a step with some tokens."""
+        return () if self.states is None else self.states.first(tokens)
 
 
 # Inputs of a step at fixed addresses on a device, written by one copy.
@@ -121,12 +170,13 @@ class DeviceInputs(StepInputs):
         max_blocks: int,
         device: torch.device,
         captured: Sequence[GraphSize] = (),
+        states: EnteredStates | None = None,
     ) -> None:
         """
         Args:
             captured: forwards that read from here; none is larger than `sizes`.
         """
-        self.groups, self.sizes = range(num_groups), sizes
+        self.groups, self.sizes, self.states = range(num_groups), sizes, states
         rows = max((size.rows for size in captured), default=0)
         tokens = max((size.tokens for size in captured), default=0)
         samples = max((size.samples for size in captured), default=0)
@@ -246,8 +296,8 @@ class FreshInputs(StepInputs):
 
     fixed = False
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, states: EnteredStates | None = None) -> None:
+        self.device, self.states = device, states
         self._on_host = device.type == "cpu"
 
     def put(self, name: str, array: np.ndarray) -> Tensor:
@@ -347,14 +397,13 @@ class FixedInputs(StepInputs):
         max_blocks: int,
         *,
         zeros: Callable[[tuple[int, ...], type], np.ndarray] = np.zeros,
-        entered: tuple[int, int, torch.dtype] = (0, 0, torch.float32),
+        states: EnteredStates | None = None,
     ) -> None:
         """
         Args:
             zeros: where the memory comes from.
-            entered: number of results of the stage before, and their width and dtype.
         """
-        self.sizes = sizes
+        self.sizes, self.states = sizes, states
         self._arrays: dict[str, np.ndarray] = {
             name: zeros((count,), dtype_of(name))
             for name, count in sizes.inputs(num_groups).items()
@@ -362,14 +411,6 @@ class FixedInputs(StepInputs):
         for group in range(num_groups):
             self._arrays[f"block_table {group}"] = zeros((sizes.seqs, max_blocks), np.int32)
         self._tensors = {name: torch.from_numpy(array) for name, array in self._arrays.items()}
-        count, width, dtype = entered
-        self._entered = [
-            zeros((sizes.tokens * width * dtype.itemsize,), np.uint8) for _ in range(count)
-        ]
-        self.entered = [  # [tokens, width] each
-            torch.from_numpy(memory).view(dtype).view(sizes.tokens, width)
-            for memory in self._entered
-        ]
         # Views by their shape: most steps have the size of a recent one.
         self._parts: dict[str, dict[tuple[int, ...], tuple[np.ndarray, Tensor]]] = {
             name: {} for name in self._arrays
@@ -392,9 +433,3 @@ class FixedInputs(StepInputs):
     def full(self, name: str) -> Tensor:
         """Return the memory of an input, with the size of the largest step."""
         return self._tensors[name]
-
-    def enter(self, data: bytes) -> None:
-        """Put the results of the stage before: [tokens, width] each, as bytes."""
-        parts = np.frombuffer(data, np.uint8).reshape(len(self._entered), -1)
-        for memory, part in zip(self._entered, parts, strict=True):
-            memory[: len(part)] = part

@@ -383,7 +383,9 @@ class TransformersSteps(Graph):
         probabilities are needed, else it has no columns."""
         slots, starts = batch.slots.tolist(), batch.starts.tolist()
         rows = {row: index for index, row in enumerate(batch.sampling_rows.tolist())}
-        caches, scored, device = self.caches.by_slot, self.caches.scored, batch.input_ids.device
+        caches, scored = self.caches.by_slot, self.caches.scored
+        input_ids = batch.tensors.input_ids
+        device = input_ids.device
         if self.caches.all_scored:
             scored = set(slots)
         width = 0 if scored.isdisjoint(slots) else self._vocab_size
@@ -394,7 +396,7 @@ class TransformersSteps(Graph):
                 start, end = starts[row], starts[row + 1]
                 begins = int(batch.ends[row]) == end - start
                 cache, every = None if begins else caches[slot], slot in scored
-                ids = batch.input_ids[start:end]
+                ids = input_ids[start:end]
                 row_logits, caches[slot] = self._model.step(ids, cache, last=not every)
                 if every:
                     hidden[start:end] = row_logits

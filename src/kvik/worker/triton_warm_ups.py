@@ -18,6 +18,7 @@ from kvik.config.graph_sizes import heads_sizes
 from kvik.kernels.ops import Ops
 from kvik.kernels.triton.attention_shapes import SHORT, lengths
 from kvik.kernels.triton.matrix_shapes import tokens_of_experts
+from kvik.kernels.weights import DTYPES
 from kvik.models.model_spec import ModelSpec
 from kvik.worker.graphs import EngineNetwork, RowFunction
 from kvik.worker.joined import Joined
@@ -58,7 +59,13 @@ class TritonWarmUps(WarmUps):
         kv_heads = {spec.heads(layer)[0] for layer in spec.layers if layer.attends}
         classes = lengths(spec.num_heads, kv_heads, max_length, set().union(*by_expert))
         nodes = [length for length in classes if sizes.trees and length <= SHORT]
-        calls = forwards(network, classes, sizes, block_size, context, nodes)
+        dtype, device = DTYPES[self._config.runner.dtype], self._device
+
+        def entered(length: int) -> list[Tensor]:
+            shape = length, spec.hidden_size
+            return [torch.zeros(shape, dtype=dtype, device=device)] * network.entering
+
+        calls = forwards(network, classes, sizes, block_size, context, nodes, entered)
         jointly = nullcontext if self._joined is None else self._joined.peers(network).warming_up
         return WarmUp(calls, jointly)
 

@@ -32,6 +32,7 @@ from kvik.kernels.upload import upload
 from kvik.models.model_spec import ModelSpec
 from kvik.options import Integer
 from kvik.worker.graphs import EngineNetwork, RowFunction
+from kvik.worker.input_batch import StepTensors
 from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_batch import Guesses, Offers, Supposed
 from kvik.worker.sampling_table import DRAFT, SamplingTable
@@ -108,6 +109,7 @@ def forwards(
     block_size: int,
     max_context: int,
     trees: Sequence[int] = (),
+    entered: Callable[[int], Sequence[Tensor]] = lambda length: (),
 ) -> list[Callable[[], object]]:
     """Return calls that run steps of one request, without cached tokens and after as many cached
     tokens as possible, since the choice of kernels depends on that. The last call copies blocks.
@@ -116,11 +118,14 @@ def forwards(
         lengths: tokens of the steps; none exceeds max_context.
         sizes: of the largest step.
         trees: lengths of requests in steps that hold trees of drafts.
+        entered: returns what a stage reads from the one before, for a step of some length.
     """
     steps = [(length, False) for length in lengths] + [(length, True) for length in trees]
     return [
         *(
-            partial(_forward, network, length, sizes, block_size, context, max_context, tree)
+            partial(
+                _forward, network, length, sizes, block_size, context, max_context, tree, entered
+            )
             for length, tree in steps
             for context in sorted({length, max_context})
         ),
@@ -136,11 +141,12 @@ def _forward(
     context: int,
     max_context: int,
     tree: bool,
+    entered: Callable[[int], Sequence[Tensor]],
 ) -> None:
     """Run a forward for a request whose cached tokens were never written: it attends to block 0,
     which is never allocated, and only planning on the host uses the context. As many of its tokens
     as possible have logits, as with drafts."""
-    device = network.kv.layers[0].k.device
+    device = network.device
     none = torch.zeros(1, dtype=torch.int32, device=device)
     layout = StepLayout(
         query_start_loc=torch.tensor([0, length], dtype=torch.int32, device=device),
@@ -160,17 +166,20 @@ def _forward(
     )
     cut = replace(layout, first_keys=none)
     network.forward(
-        torch.zeros(length, dtype=torch.int64, device=device),
-        torch.arange(length, device=device),
-        [cut if group.budgeted else layout for group in network.groups],
-        torch.arange(max(0, length - sizes.samples), length, device=device),
+        StepTensors(
+            torch.zeros(length, dtype=torch.int64, device=device),
+            torch.arange(length, device=device),
+            tuple(cut if group.budgeted else layout for group in network.groups),
+            torch.arange(max(0, length - sizes.samples), length, device=device),
+            entered(length),
+        )
     )
 
 
 def _copy_blocks(network: EngineNetwork) -> None:
     """Copy one block and then two: the target of a single pair is aligned differently."""
     for count in (1, 2):
-        pairs = upload(np.zeros((count, 2), np.int64), network.kv.layers[0].k.device)
+        pairs = upload(np.zeros((count, 2), np.int64), network.device)
         source, target = pairs.unbind(1)
         for storage in network.kv.storages:
             network.ops.copy_blocks(storage, source, target)

@@ -39,14 +39,14 @@ from kvik.worker.model_runner import ModelRunner
 from kvik.worker.output_tokens import OutputTokens
 from kvik.worker.page_mover import PageFolder, PageMover, Peers, TierParts
 from kvik.worker.participant import Participant, RunningStep
-from kvik.worker.pipeline import Pipeline, StageTape, Tape
+from kvik.worker.pipeline import Pipeline, StageSteps
 from kvik.worker.platforms import inference_on, on_device, platform
 from kvik.worker.prompt_outputs import Pooling, PromptLogprobs
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.speculator import Speculator
 from kvik.worker.staged_mover import StagedPageMover
-from kvik.worker.step_inputs import AtOnce, Copies, FixedInputs, PinnedCopies, StepSizes
+from kvik.worker.step_inputs import AtOnce, Copies, PinnedCopies, StepSizes
 from kvik.worker.stream_copies import StreamCopies
 from kvik.worker.warm_up import IdleWork
 
@@ -126,7 +126,7 @@ class Worker:
         stages: EarlierStages | None,
     ) -> EngineNetwork:
         runner, cache, scheduler = config.runner, config.cache, config.scheduler
-        self._stages = stages
+        self._stages, self._stages_prepare = stages, stages is not None
         chosen = platform(config, memory, setup)
         self._release_freed, self._graphs = chosen.release_freed, chosen.graph_memory
         self._team, self._give_back = chosen.team, chosen.give_back
@@ -136,9 +136,9 @@ class Worker:
         graph, inputs = chosen.graph(network, sizes)
         pipeline = None
         if stages is not None:
-            assert isinstance(graph, Tape) and isinstance(inputs, FixedInputs)
             network = replace(network, earlier=stages)
-            graph = pipeline = Pipeline(StageTape(graph, inputs), stages)
+            steps = StageSteps(network, graph, inputs, cache.block_size)
+            graph = pipeline = Pipeline(steps, stages, chosen.parts.device)
             inputs = pipeline.inputs
             stages.wait_loaded()
         device, draw_bytes = chosen.parts.device, chosen.parts.draw_bytes
@@ -268,7 +268,12 @@ class Worker:
         """See `Executor.idle_step`."""
         self._ready()
         with self._inference():
-            return any(work.idle_step() for work in self._idle_work)
+            remains = any(work.idle_step() for work in self._idle_work)
+        if self._stages is not None and self._stages_prepare:
+            self._stages_prepare = False
+            with suppress(GroupLost):  # see `lost`
+                self._stages_prepare = self._stages.idle_step()
+        return remains or self._stages_prepare
 
     def read(self, plan: SchedulerOutput) -> Tensor:
         """See `ModelRunner.read`."""

@@ -21,5 +21,5 @@ def test_two_processes_of_a_cpu(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found").read_bytes())
-    assert found["wrong"] == [] and set(found["parity"]) == {"exact", "fast"}
+    assert found["wrong"] == [] and set(found["parity"]) == {"stages", "exact", "fast"}
     assert len(found["exchange"]) == 6 and found["loss"]["seconds"] < 30

@@ -32,12 +32,12 @@ class Noted:
         pass
 
     def run(self, batch: InputBatch) -> StepOutput:
-        rows, ids, places = [], batch.input_ids.tolist(), batch.positions.tolist()
-        wanted = batch.logits_indices.tolist()
+        rows, ids, places = [], batch.tensors.input_ids.tolist(), batch.tensors.positions.tolist()
+        wanted = batch.tensors.logits_indices.tolist()
         for i, slot in enumerate(batch.slots.tolist()):
             begin, end = batch.starts[i : i + 2].tolist()
             kept = []
-            for layout in batch.layouts:
+            for layout in batch.tensors.layouts:
                 assert layout.query_start_loc[i : i + 2].tolist() == [begin, end]
                 assert layout.num_scheduled[i] == end - begin
                 assert layout.seq_lens[i] == places[end - 1] + 1 <= layout.contexts[i] <= LENGTH

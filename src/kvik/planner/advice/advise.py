@@ -37,7 +37,7 @@ from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KV_FORMATS
 from kvik.spec.model import DTYPE_BYTES
 
-# Levers without flags on GPUs: groups have not run there, and stages are missing.
+# Levers without flags on GPUs: neither groups nor stages have run there.
 NOT_ON_GPUS = frozenset({"parallelism"})
 DRAFTS = (1, 2, 3, 4, 5, 6, 8)
 MAX_SEQS = 1024  # requests at a time

@@ -16,7 +16,7 @@ from kvik.kernels.upload import upload
 from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
 from kvik.worker.drafters.draft_model import NONE, Guessing
 from kvik.worker.graphs import EngineNetwork, Graph
-from kvik.worker.input_batch import InputBatch
+from kvik.worker.input_batch import InputBatch, StepTensors
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_table import SamplingTable
@@ -68,7 +68,8 @@ class AssistantDrafter(Drafter):
             if batch is None or going < count:
                 batch, count = self._batch(slots[:going], newest[:going]), going
             ids = tokens[:going]
-            batch.input_ids.copy_(torch.from_numpy(ids) if isinstance(ids, np.ndarray) else ids)
+            ids = torch.from_numpy(ids) if isinstance(ids, np.ndarray) else ids
+            batch.tensors.input_ids.copy_(ids)
             self._model.read(hidden[:going])
             output = self._graph.run(batch)
             tokens = guessing.draft(depth, output.logits, (output.top, output.top_ids))
@@ -104,14 +105,16 @@ class AssistantDrafter(Drafter):
             for group in range(len(table.block_tables))
         )
         batch = InputBatch(
-            input_ids=put("input_ids", np.zeros(count, np.int64)),
-            positions=put("positions", newest),
-            layouts=layouts,
+            StepTensors(
+                put("input_ids", np.zeros(count, np.int64)),
+                put("positions", newest),
+                layouts,
+                put("logits_indices", starts[:-1]),
+            ),
             slots=slots,
             starts=starts,
             ends=newest,
             sampling_rows=starts[:-1],
-            logits_indices=put("logits_indices", starts[:-1]),
         )
         self._inputs.send()
         return batch

@@ -63,10 +63,10 @@ class CachedHeadNetwork(DraftNetwork):
     def run(self, batch: InputBatch, tokens: Tensor | None = None) -> StepOutput:
         self.inputs.send()
         if tokens is not None:
-            batch.input_ids.copy_(tokens)
-        self.head.read(self.hidden[: len(batch.input_ids)])
+            batch.tensors.input_ids.copy_(tokens)
+        self.head.read(self.hidden[: len(batch.tensors.input_ids)])
         output = self.graph.run(batch)
-        self.hidden = output.hidden.index_select(0, batch.logits_indices)
+        self.hidden = output.hidden.index_select(0, batch.tensors.logits_indices)
         return output
 
 

@@ -24,7 +24,7 @@ from kvik.kernels.upload import upload
 from kvik.nn.kv_formats import NO_STATES, States
 from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
 from kvik.worker.graphs import Graph, StepOutput
-from kvik.worker.input_batch import InputBatch
+from kvik.worker.input_batch import InputBatch, StepTensors
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampler import Guess, Sampler
 from kvik.worker.sampling_batch import NOTHING, RandomRows, SamplingBatch, Supposed
@@ -98,8 +98,8 @@ class DraftNetwork:
         """
         self.inputs.send()
         if tokens is not None:
-            batch.input_ids.copy_(tokens)
-        self._vocabulary.narrow_(batch.input_ids)
+            batch.tensors.input_ids.copy_(tokens)
+        self._vocabulary.narrow_(batch.tensors.input_ids)
         return self.graph.run(batch)
 
 
@@ -262,14 +262,11 @@ class Forwards:
                 for slot_mapping, block_table in zip(mappings, self._tables, strict=True)
             ]
             self._batch = InputBatch(
-                input_ids=ids,
-                positions=positions,
-                layouts=tuple(layouts),
+                StepTensors(ids, positions, tuple(layouts), self._indices),
                 slots=self._slots,
                 starts=self._starts,
                 ends=self._ends,
                 sampling_rows=self._sampling_rows,
-                logits_indices=self._indices,
             )
         return network.run(self._batch, device_tokens)
 
