@@ -254,9 +254,10 @@ HEAD_WAYS: dict[str, dict[str, Any]] = {
         "kv_tiers": "memory:64MiB",
     },
     "two processes, torch": {**PROCESSES, "tensor_parallel_size": 2, "kernels": "torch"},
-    "fast cut": {
+    "two stages of two processes, fast cut": {
         **PROCESSES,
         "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 2,
         "kernels": "torch",
         "tensor_parallel_cut": "fast",
     },
