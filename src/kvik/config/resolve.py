@@ -49,7 +49,6 @@ from kvik.config.parallel import (
 )
 from kvik.config.speculative import (
     DIVIDED_METHODS,
-    EAGLE3,
     MTP,
     NO_SOURCE,
     DraftSource,
@@ -517,7 +516,7 @@ def _paged(footprint: Footprint, speculation: ResolvedSpeculation | None) -> lis
     """Return the bytes of a token in a page of each KV group: of its layers, and of a head that has
     the same blocks."""
     sizes = [group.bytes_per_token for group in footprint.groups]
-    if speculation is not None and speculation.method == EAGLE3 and footprint.draft is not None:
+    if speculation is not None and speculation.paged and footprint.draft is not None:
         head = footprint.draft.groups
         sizes[speculation.draft_group] += sum(group.bytes_per_token for group in head)
     return sizes

@@ -192,6 +192,11 @@ class ResolvedSpeculation:
         return self.method in DIVIDED_METHODS
 
     @property
+    def paged(self) -> bool:
+        """Whether what drafts has keys and values of its own in the target's blocks and pages."""
+        return self.method == EAGLE3
+
+    @property
     def draws(self) -> bool:
         """Whether drafts are sampled if the tokens of their request are."""
         return self.method in DRAWING_METHODS

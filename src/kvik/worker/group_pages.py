@@ -22,7 +22,6 @@ import numpy as np
 
 from kvik.attention.select import NATIVE
 from kvik.config.config import ResolvedConfig
-from kvik.config.speculative import EAGLE3
 from kvik.errors import ConfigError
 from kvik.files import shared_memory
 from kvik.nn.pages import (
@@ -62,7 +61,7 @@ def own_pages(
     tiers, copy = config.cache.tiers, partial(group_pages, share=share, heads_first=native)
     pages = list(copy(config.cache.groups, network.groups, network.kv))
     speculation, drafting = config.speculation, network.drafting
-    if drafting is not None and speculation is not None and speculation.method == EAGLE3:
+    if drafting is not None and speculation is not None and speculation.paged:
         target = pages[speculation.draft_group]
         first = target.num_bytes
         (head,) = copy(head_groups(config), drafting.groups, drafting.kv, first=first)

@@ -13,7 +13,7 @@ import torch
 from kvik.attention.base import AttentionBackend
 from kvik.config.config import ResolvedConfig
 from kvik.config.memory import DRAFT_STATES
-from kvik.config.speculative import EAGLE3, EMBEDDING_METHODS, ResolvedSpeculation
+from kvik.config.speculative import EMBEDDING_METHODS, ResolvedSpeculation
 from kvik.errors import ModelError
 from kvik.models.decoder import Decoder, Predictor
 from kvik.models.eagle3 import Eagle3Head
@@ -218,7 +218,7 @@ def _with_drafting(
     if source.spec is not None:
         kv: KVCache | None = target.kv
         groups = tuple(map(_before_newest, target.groups))
-        if speculation.method == EAGLE3:
+        if speculation.paged:
             groups, kv = head_groups(config), None
             groups = groups if setup is None else cut_groups(groups, setup.rank, setup.size)
         path, quantization = Path(source.path), speculation.quantization

@@ -103,9 +103,9 @@ class EnteredStates:
         """Put [tokens, width] of each tensor, as bytes. The step before has read what was here."""
         parts = np.frombuffer(data, np.uint8).reshape(len(self._host), -1)
         size = parts.shape[1]
-        for host, memory, part in zip(self._host, self._memory, parts, strict=True):
-            host.numpy()[:size] = part
-            if memory is not host:
+        self._host.numpy()[:, :size] = parts
+        if self._memory is not self._host:
+            for host, memory in zip(self._host, self._memory, strict=True):
                 memory[:size].copy_(host[:size], non_blocking=True)
 
     def first(self, tokens: int) -> list[Tensor]:

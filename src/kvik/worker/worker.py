@@ -20,7 +20,6 @@ from torch import Tensor
 from kvik.attention.select import NATIVE
 from kvik.config.config import ResolvedConfig
 from kvik.config.hardware import detect
-from kvik.config.speculative import EAGLE3
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.structured import Constraint, Grammars
 from kvik.errors import ConfigError, GroupLost, ParamError
@@ -405,7 +404,7 @@ def cache_fingerprint(config: ResolvedConfig) -> bytes:
 
 def _head_facts(config: ResolvedConfig) -> tuple[object, ...]:
     """Return what the keys and values of an EAGLE-3 head depend on, which pages hold, too."""
-    if config.speculation is None or config.speculation.method != EAGLE3:
+    if config.speculation is None or not config.speculation.paged:
         return ()
     source, stored = config.speculation.source, config.runner.load_format == "safetensors"
     assert source.spec is not None
