@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from notes import Notes
@@ -30,11 +32,13 @@ try:
     import pytest
     from helpers import drafted_columns, matrix
     from helpers.interpreted_engine import interpret_engines
+    from helpers.thread_stages import ThreadStages
 
     MISSING = ""
 except ModuleNotFoundError as error:  # of the packages of the engine's frontend
     MISSING = str(error.name)
 
+from kvik.config.config import RunnerConfig
 from kvik.config.model_source import BUNDLED
 from kvik.nn import loader
 from kvik.nn.builder import DeclaredTensor
@@ -95,7 +99,7 @@ class Cells:
 
     def variants(self) -> Iterator[Cell]:
         """Yield some columns with formats of the KV cache, without graphs, with one step in flight,
-        and with drafts."""
+        in two stages, and with drafts."""
         some = [column for column in matrix.COLUMNS if column.name in SOME]
         for format in FORMATS:
             for column in some:
@@ -104,6 +108,8 @@ class Cells:
             eager = replace(column, config={**column.config, "graph_memory": 0})
             yield self._cell("no graphs", column, partial(self._plain, eager))
             yield self._cell("one step in flight", column, partial(self._in_turn, column))
+            if self._name != "windowed":  # its layers read vectors of tokens
+                yield self._cell("stages", column, partial(self._in_stages, eager))
         if self._name == "bundled":
             for column in some:
                 yield self._cell("draft model", column, partial(self._by_draft_model, column))
@@ -142,6 +148,17 @@ class Cells:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("kvik.worker.worker.best_copies", lambda device: AtOnce())
             self._plain(column)
+
+    def _in_stages(self, column: matrix.Column) -> None:
+        """Check a pipeline whose stages are threads and share the GPU. It has no graphs: while one
+        thread captures, others may not use the device."""
+        with pytest.MonkeyPatch.context() as patch:
+            threads = SimpleNamespace(LocalLauncher=object, StageProcesses=ThreadStages)
+            patch.setitem(sys.modules, "kvik.stage_process", threads)
+            patch.setattr("kvik.config.parallel._check_torch", lambda *facts: None)
+            patch.setattr("kvik.config.resolve.gpus_of", lambda config, first, hardware: [first])
+            patch.setattr(RunnerConfig, "of_stage", lambda runner, stage: runner)
+            self._plain(column, pipeline_parallel_size=2, threads=2)
 
     def _drafted(self, drafter: str, column: matrix.Column) -> None:
         expected = self._expected

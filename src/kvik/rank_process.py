@@ -47,7 +47,7 @@ from kvik.files import shared_memory
 from kvik.kernels.cpu.barrier import BARRIER_BYTES, EXCHANGE_SECONDS, Barrier, BrokenGroup
 from kvik.spec.shares import PipelineStage
 from kvik.worker.ahead import LoadAhead
-from kvik.worker.group import MESSAGES, GroupMember, LoadAdapter, Message, RankSetup
+from kvik.worker.group import GroupMember, LoadAdapter, Message, RankSetup, decode, encode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -315,16 +315,6 @@ class RankProcesses:
                     self._lose(f"rank {rank} has not come to an exchange within {waited:.0f} s")
                     self._children[rank - 1].kill()
                     return
-
-
-def encode(message: Message) -> bytes:
-    return msgspec.msgpack.encode((type(message).__name__, message))
-
-
-def decode(data: bytes) -> Message:
-    name, fields = msgspec.msgpack.decode(data)
-    message: Message = msgspec.convert(fields, MESSAGES[name])
-    return message
 
 
 def check_replies(kind: str, lines: Sequence[Connection], first: int = 0) -> None:

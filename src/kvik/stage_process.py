@@ -50,12 +50,10 @@ from kvik.rank_process import (
     Process,
     RankProcesses,
     check_replies,
-    decode,
-    encode,
     exit_message,
     on_cores,
 )
-from kvik.worker.group import IdleStep, LoadAdapter, Message
+from kvik.worker.group import IdleStep, LoadAdapter, Message, decode, encode
 
 OPTION = "pipeline_parallel_size"
 JOIN_SECONDS = 60.0  # limit for a stage to start and to connect

@@ -6,10 +6,12 @@ platform of a GPU.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from functools import partial
 
 import pytest
+from triton.runtime.interpreter import GridExecutor
 
 from kvik.attention.triton import TritonAttention
 from kvik.config.config import ResolvedConfig
@@ -24,7 +26,15 @@ def interpret_engines(patch: pytest.MonkeyPatch, torch_prompts: int | None = Non
     """
     everywhere = replace(TritonAttention.caps, devices=frozenset({"cpu", "cuda"}))
     patch.setattr(TritonAttention, "caps", everywhere)
-    patch.setattr("kvik.worker.worker.platform", partial(_interpreted, torch_prompts))
+    launch, alone = GridExecutor.__call__, threading.Lock()  # the interpreter has global state
+
+    def launch_alone(self: GridExecutor, *args: object, **options: object) -> None:
+        with alone:
+            launch(self, *args, **options)
+
+    patch.setattr(GridExecutor, "__call__", launch_alone)
+    for module in ("worker", "ranks"):
+        patch.setattr(f"kvik.worker.{module}.platform", partial(_interpreted, torch_prompts))
 
 
 def _interpreted(

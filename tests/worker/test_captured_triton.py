@@ -4,7 +4,6 @@ interpreter, so few and small."""
 from __future__ import annotations
 
 import json
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +32,6 @@ from helpers.interpreted_engine import interpret_engines
 from helpers.optional_native import needs_native
 from helpers.overlapping import steps_in_flight
 from helpers.thread_ranks import use_threads
-from triton.runtime.interpreter import GridExecutor
 
 from kvik import LLM, SamplingParams
 from kvik.config.config import EngineConfig, ResolvedConfig
@@ -150,13 +148,6 @@ def test_padded_steps_say_the_same(kv, model) -> None:
 def test_groups_and_stages_replay_padded_steps(way, model, monkeypatch) -> None:
     expected = tokens(model, attention_backend="reference")
     use_threads(monkeypatch)
-    launch, alone = GridExecutor.__call__, threading.Lock()  # the interpreter has global state
-
-    def launch_alone(self: GridExecutor, *args: Any, **kwargs: Any) -> None:
-        with alone:
-            launch(self, *args, **kwargs)
-
-    monkeypatch.setattr(GridExecutor, "__call__", launch_alone)
     group = {"tensor_parallel_size": 2, "tensor_parallel_cut": way, "threads": 2}
     if way == "stages":
         group = {"pipeline_parallel_size": 2, "threads": 2}

@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
+import msgspec
+
 from kvik.spec.adapters import Adapter
 
 if TYPE_CHECKING:
@@ -175,7 +177,19 @@ Message = (
     | OpenPages
     | CopyPages
 )
-MESSAGES: Mapping[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
+_MESSAGES: Mapping[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
+
+
+def encode(message: Message) -> bytes:
+    """Return a message as bytes for another process."""
+    return msgspec.msgpack.encode((type(message).__name__, message))
+
+
+def decode(data: bytes) -> Message:
+    """Return the message that `encode` has made bytes of."""
+    name, fields = msgspec.msgpack.decode(data)
+    message: Message = msgspec.convert(fields, _MESSAGES[name])
+    return message
 
 
 class GroupMember(Protocol):

@@ -35,7 +35,7 @@ CHOSEN = (
         "transformers in batches",
         "first answer",
         "served",
-        "invariance windowed variants",
+        "invariance capped variants",
     ),
 )
 # Minutes on a CPU: `run.py --rehearse --only engine`. Warming engines is `measure` of models.py
