@@ -94,7 +94,6 @@ def test_a_fault_in_choosing_tokens_ends_one_request(llm, monkeypatch):
         ({"window": 64, "attention_sinks": 4}, "window"),
         ({"window": 64}, "window"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"spec_method": "draft_model", "spec_model": DRAFT}, "spec_method"),
     ],
     ids=str,

@@ -32,7 +32,7 @@ BUDGETS = {
     "spec": 4980,
     "text": 4050,
     "training": 700,
-    "worker": 13550,
+    "worker": 13600,
     "": 5100,
 }
 

@@ -20,6 +20,8 @@ from helpers.matrix import (
     CONTEXT,
     FORMATS,
     SERVED,
+    SQUEEZED,
+    STAGES,
     Column,
     by_tier,
     checked_bits,
@@ -111,6 +113,14 @@ def test_tokens_do_not_depend_on_how_they_are_made(model, expected, column):
 BIT_COLUMNS = [c for c in ALL if c.name in {b.name for b in BITS}]
 CASES = [(c, "bfloat16") for c in BIT_COLUMNS]
 CASES += [(c, name) for c in SOME for name in ("KV in int8", "KV in int4")]
+STAGED = [
+    Column("pp2", STAGES),
+    Column("pp2, hits, chunks", {**STAGES, "max_num_batched_tokens": 16}, rounds=2, must="hits"),
+    Column("pp3", {"pipeline_parallel_size": 3, "threads": 3}),
+    Column("pp2, preemption, siblings", {**STAGES, **SQUEEZED}, siblings=2, must="preemptions"),
+    Column("pp2, drafts", {**STAGES, "spec_method": "ngram", **EAGER}),
+]
+CASES += [(c, "bfloat16") for c in STAGED] + [(STAGED[1], "KV in int8")]
 
 
 @pytest.mark.parametrize("drafter", ["always right", "right now and then", "prompt lookup"])
@@ -119,6 +129,14 @@ def test_tokens_do_not_depend_on_drafts(model, expected, texts, column, drafter,
     """No step computes drafts past a cut, as their keys would be dropped with others."""
     drafted, accepted = check_drafts(model, expected, texts, column, drafter, monkeypatch)
     assert 0 < accepted <= drafted
+
+
+@needs_native
+@pytest.mark.full
+@pytest.mark.usefixtures("forked")
+def test_tokens_do_not_depend_on_stages_with_torchs_kernels(model, expected):
+    config = {**STAGES, "kernels": "torch", "max_num_batched_tokens": 33}
+    checked_tokens(Column("stages", config), model, expected)
 
 
 def test_trees_of_heads_have_no_branches(model, monkeypatch):
@@ -158,6 +176,7 @@ def test_native_logprobs_have_the_same_bits_with_drafts(model, alone, column, ca
 
 @needs_native
 @pytest.mark.full
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(("column", "format"), CASES, ids=named)
 def test_native_logprobs_are_the_same_to_the_bit(model, alone, column, format, caplog):
     checked_bits(column, model, format, alone(format))

@@ -442,9 +442,7 @@ def check_config(config: EngineConfig) -> EngineConfig:
             "attention_sinks", f"must be 0 without a window, not {config.attention_sinks}"
         )
     if config.kv_budget is not None:
-        for name, plain in (
-            *(("window", None), ("tensor_parallel_size", 1), ("pipeline_parallel_size", 1)),
-        ):
+        for name, plain in (("window", None), ("tensor_parallel_size", 1)):
             if getattr(config, name) != plain:
                 allowed = "left out" if plain is None else plain
                 raise ConfigError(name, f"must be {allowed} with kv_budget")

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kvik.attention.base import AttentionBackend
 from kvik.attention.budget import kept_keys
-from kvik.core.plan import BudgetCut
 from kvik.frozen import frozen
 from kvik.kernels.ops import Ops
 from kvik.kernels.upload import upload
@@ -29,7 +28,15 @@ from kvik.spec.kv import KVGroup
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.shares import PipelineStage
 from kvik.worker.captures import Capturer, Captures, GraphMemory
-from kvik.worker.group import CopyCaches, EarlierStages, Enter, MoveTokens, OtherRanks, ReadLogits
+from kvik.worker.group import (
+    CopyCaches,
+    CutKeys,
+    EarlierStages,
+    Enter,
+    MoveTokens,
+    OtherRanks,
+    ReadLogits,
+)
 from kvik.worker.input_batch import InputBatch, StepTensors
 
 # Functions of rows, such as draft heads: called each time, or captured for several row counts.
@@ -291,19 +298,19 @@ class EngineNetwork:
             kv = self.kv.of(layer)
             self.backend.move(kv, *upload(places, kv.k.device))
 
-    def cut(self, cut: BudgetCut, source: np.ndarray, target: np.ndarray) -> None:
-        """Let the layers of a KV group keep only as many tokens of a request as their budget says.
-
-        Args:
-            source: [keys] int64, KV positions of all tokens of the request that they have.
-            target: [tokens] int64, KV positions for the kept tokens.
-        """
+    def cut(self, cut: CutKeys) -> None:
+        """Let the layers of a KV group keep only as many tokens of a request as their budget
+        says."""
+        layers = self.groups[cut.group].layers
+        if not layers:  # other stages have them
+            return
         budget = self.groups[cut.group].spec.budget
         assert budget is not None
         device = self.device
-        at, to = upload(source, device), upload(target, device)
+        sides = (np.frombuffer(bytearray(side), np.int64) for side in (cut.source, cut.target))
+        at, to = (upload(side, device) for side in sides)
         order = torch.arange(cut.end - budget.last, cut.end, device=device) % budget.last
-        for layer in self.groups[cut.group].layers:
+        for layer in layers:
             kv = self.kv.of(layer)
             assert kv.queries is not None
             chosen = kept_keys(kv.queries[cut.slot, order], self.backend.keys(kv, at), budget)

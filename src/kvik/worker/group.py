@@ -38,17 +38,36 @@ class RunStep:
 
 
 @dataclass(frozen=True, slots=True)
+class CutKeys:
+    """A cut of what the layers of a KV group keep of a request; see `BudgetCut`.
+
+    Attributes:
+        end: number of computed tokens.
+        source: [keys] int64, KV positions of all tokens of the request that they have.
+        target: [tokens] int64, KV positions for the kept tokens.
+    """
+
+    group: int
+    slot: int
+    end: int
+    source: bytes
+    target: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class SentStep:
     """Run the forward over these inputs: of a stage's layers, or in a group that torch.distributed
     connects.
 
     Attributes:
         inputs: inputs of the step: name -> (shape, bytes).
-        block_copies, state_copies: copies to make before it; see `CopyCaches`.
+        cuts: budget cuts before it.
+        block_copies, state_copies: copies to make after these; see `CopyCaches`.
         drafts: as in `RunStep`.
     """
 
     inputs: dict[str, tuple[list[int], bytes]]
+    cuts: list[CutKeys] = field(default_factory=list)
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     state_copies: list[tuple[int, int]] = field(default_factory=list)
     drafts: bool = False

@@ -28,6 +28,7 @@ from torch import Tensor
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.errors import describe
 from kvik.worker.graphs import EngineNetwork, Graph
+from kvik.worker.group import CutKeys
 from kvik.worker.input_batch import InputBatch, build_input_batch
 from kvik.worker.participant import Participant, RunningStep
 from kvik.worker.pipeline import Pipeline
@@ -83,12 +84,10 @@ class ModelRunner:
         if self._in_turn or self._replaces(plan):
             self._settle()
         self.graph.prepare()
-        refused = self._apply(plan)
-        batch = self._lay_out(plan)
-        errors: dict[int, str] = {}
-        if refused:
-            errors = {i: refused[slot] for i, slot in enumerate(plan.slots) if slot in refused}
-        step = RunningStep(plan, started, batch, ModelRunnerOutput(plan.step, [], errors=errors))
+        refused, cuts = self._apply(plan)
+        batch = self._lay_out(plan, cuts)
+        step = RunningStep(plan, started, batch, ModelRunnerOutput(plan.step, []), cuts)
+        step.refuse(refused)
         if self.pipeline is None:
             self._launch(step)
         self._running.append(step)
@@ -104,7 +103,7 @@ class ModelRunner:
 
     def _launch(self, step: RunningStep) -> None:
         """Run the forward of a step, and launch the participants."""
-        self.network.copy(step.plan.block_copies, step.plan.state_copies)
+        step.refuse(self._move(step.plan, step.cuts))
         step.output = self.graph.run(step.batch)
         for participant in self.participants:
             if self._running and self.pipeline is None and participant.waits(step):
@@ -137,9 +136,9 @@ class ModelRunner:
         Returns:
             [tokens, hidden], normalised, for the model's `logits`; valid until the next step.
         """
-        self._apply(plan)
-        batch = self._lay_out(plan)
-        self.network.copy(plan.block_copies, plan.state_copies)
+        _, cuts = self._apply(plan)
+        batch = self._lay_out(plan, cuts)
+        self._move(plan, cuts)
         return self.graph.run(batch).hidden
 
     def _settle(self) -> None:
@@ -159,20 +158,20 @@ class ModelRunner:
         except Exception as error:
             step.failure = error
 
-    def _lay_out(self, plan: SchedulerOutput) -> InputBatch:
+    def _lay_out(self, plan: SchedulerOutput, cuts: Sequence[CutKeys]) -> InputBatch:
         """Prepare the inputs of a step, and hand them to the earlier stages of a pipeline."""
         batch = build_input_batch(plan, self.table, self.inputs)
         if self._running:
             for participant in self.participants:
                 participant.prepare(batch, self._running)
         if self.pipeline is not None:
-            self.pipeline.begin(plan)
+            self.pipeline.begin(plan, cuts)
         self.table.compute(batch.slots, batch.ends, plan.num_draft_tokens)
         return batch
 
-    def _apply(self, plan: SchedulerOutput) -> dict[int, str]:
-        """Update the tables, and apply budget cuts. Returns slots whose request could not be set up
-        or cannot continue, and why."""
+    def _apply(self, plan: SchedulerOutput) -> tuple[dict[int, str], list[CutKeys]]:
+        """Update the tables. Returns slots whose request could not be set up, and why; and the
+        budget cuts."""
         refused: dict[int, str] = {}
         self.table.copy_states(plan.state_copies)
         for slot in plan.freed_slots:
@@ -188,10 +187,16 @@ class ModelRunner:
                     refused.setdefault(new.slot, describe(error))
         for slot, group, ids in plan.new_blocks:
             self.table.add_blocks(slot, group, ids)
-        for cut in plan.budget_cuts:
-            source, target = self.table.cut(cut)
+        return refused, [self.table.cut(cut) for cut in plan.budget_cuts]
+
+    def _move(self, plan: SchedulerOutput, cuts: Sequence[CutKeys]) -> dict[int, str]:
+        """Cut and copy what the caches have, before the forward of a step. Returns slots whose
+        request cannot continue, and why."""
+        refused: dict[int, str] = {}
+        for cut in cuts:
             try:
-                self.network.cut(cut, source, target)
+                self.network.cut(cut)
             except Exception as error:  # the kept tokens are garbage, but only this request's
                 refused.setdefault(cut.slot, describe(error))
+        self.network.copy(plan.block_copies, plan.state_copies)
         return refused

@@ -7,12 +7,13 @@ request, or that reads or changes what a step produces, is implemented as anothe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.worker.graphs import StepOutput
+from kvik.worker.group import CutKeys
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.rejection import CheckedDrafts
 from kvik.worker.request_table import Expected
@@ -23,6 +24,7 @@ class RunningStep:
     """A step between `ModelRunner.begin` and `ModelRunner.finish`.
 
     Attributes:
+        cuts: budget cuts before it.
         output: of its forward; None once it is not needed any more.
         result: what the participants have written so far. They skip rows with an error.
         launched: results of each participant's `launch`.
@@ -36,12 +38,19 @@ class RunningStep:
     started: float
     batch: InputBatch
     result: ModelRunnerOutput
+    cuts: Sequence[CutKeys] = ()
     output: StepOutput | None = None
     launched: list[object] = field(default_factory=list)
     expected: Expected | None = None
     checked: CheckedDrafts | None = None
     done: bool = False
     failure: Exception | None = None
+
+    def refuse(self, slots: Mapping[int, str]) -> None:
+        """Note why the requests in some slots cannot continue."""
+        for slot, reason in slots.items():
+            if slot in self.plan.slots:
+                self.result.errors.setdefault(self.plan.slots.index(slot), reason)
 
 
 T = TypeVar("T")  # what a participant launches

@@ -8,6 +8,7 @@ prepared when it is begun, and its forward here runs when its tokens are needed.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from kvik.core.plan import SchedulerOutput
 from kvik.kernels.upload import upload
 from kvik.worker.graphs import EngineNetwork, Graph, StepOutput
-from kvik.worker.group import EarlierStages, SentStep
+from kvik.worker.group import CutKeys, EarlierStages, SentStep
 from kvik.worker.input_batch import InputBatch, put_step
 from kvik.worker.step_inputs import StepInputs, packed
 
@@ -82,14 +83,15 @@ class Pipeline(Graph):
     def idle_step(self) -> bool:
         return self._steps.idle_step()
 
-    def begin(self, plan: SchedulerOutput) -> None:
+    def begin(self, plan: SchedulerOutput, cuts: Sequence[CutKeys]) -> None:
         """Hand the step whose inputs were just put to the other stages.
 
         Raises:
             GroupLost: one of them is gone.
         """
         arrays = self.inputs.take()
-        self._stages.send(SentStep(packed(arrays), plan.block_copies, plan.state_copies))
+        step = SentStep(packed(arrays), list(cuts), plan.block_copies, plan.state_copies)
+        self._stages.send(step)
         self._begun.append(arrays)
 
     def run(self, batch: InputBatch) -> StepOutput:

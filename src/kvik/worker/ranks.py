@@ -237,6 +237,8 @@ class LeadingRank(Member):
 
     def _do(self, message: Message) -> None:
         if isinstance(message, SentStep):
+            for cut in message.cuts:
+                self._network.cut(cut)
             self._network.copy(message.block_copies, message.state_copies)
             output = self._steps.run(unpacked(message.inputs), self._entered())
             result = torch.cat((output.hidden, *output.onward)) if output.onward else output.hidden

@@ -11,6 +11,7 @@ from kvik.core.plan import BudgetCut, NewRequest
 from kvik.frozen import frozen
 from kvik.spec.adapters import NO_ADAPTER
 from kvik.worker.draft_tree import DraftTree
+from kvik.worker.group import CutKeys
 
 
 @frozen
@@ -131,12 +132,8 @@ class RequestTable:
         self.block_tables[group][slot, first : first + len(ids)] = ids
         self.num_blocks[group, slot] = first + len(ids)
 
-    def cut(self, cut: BudgetCut) -> tuple[np.ndarray, np.ndarray]:
-        """Replace blocks of a request in a group by those for its kept tokens.
-
-        Returns:
-            KV positions [keys] int64 of what the group has, and [tokens] for the kept tokens.
-        """
+    def cut(self, cut: BudgetCut) -> CutKeys:
+        """Replace blocks of a request in a group by those for its kept tokens."""
         assert self.first_keys is not None
         before = int(self.first_keys[cut.group, cut.slot])
         source = self.positions(cut.group, cut.slot, np.arange(before, cut.end))
@@ -144,7 +141,8 @@ class RequestTable:
         table = self.block_tables[cut.group][cut.slot]
         table[first : first + len(cut.block_ids)] = cut.block_ids
         self.first_keys[cut.group, cut.slot] = cut.first_key
-        return source, self.positions(cut.group, cut.slot, np.arange(cut.first_key, cut.end))
+        target = self.positions(cut.group, cut.slot, np.arange(cut.first_key, cut.end))
+        return CutKeys(cut.group, cut.slot, cut.end, source.tobytes(), target.tobytes())
 
     def positions(self, group: int, slots: int | np.ndarray, places: np.ndarray) -> np.ndarray:
         """Return the KV positions of some places: [places] int64.
