@@ -57,6 +57,12 @@ FAST = (
     *("torch", "prefix hits, chunks", "preemption, chunks"),
     *("tp2, hits, chunks", "pp2, hits, chunks"),
 )
+LEFT_OUT = (
+    # The steps in flight of a pipeline change a state before it can be kept.
+    ("qwen3.5", "pp2, swap, siblings"),
+    # On a busy machine the few preempted requests find their blocks still in the cache.
+    ("eagle3", "swap, siblings, three steps in flight"),
+)
 
 
 def pairs(columns: Sequence[object]) -> list[object]:
@@ -65,8 +71,7 @@ def pairs(columns: Sequence[object]) -> list[object]:
         pytest.param(case, *column.values, marks=column.marks, id=f"{case}-{column.values[0].name}")
         for case in ("qwen3.5", "deepseek3", "eagle3", "assistant")
         for column in columns
-        # The steps in flight of a pipeline change a state before it can be kept.
-        if (case, column.values[0].name) != ("qwen3.5", "pp2, swap, siblings")
+        if (case, column.values[0].name) not in LEFT_OUT
     ]
 
 

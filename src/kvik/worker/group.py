@@ -14,8 +14,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
-import msgspec
-
 from kvik.spec.adapters import Adapter
 
 if TYPE_CHECKING:
@@ -201,11 +199,15 @@ _MESSAGES: Mapping[str, type[Any]] = {kind.__name__: kind for kind in get_args(M
 
 def encode(message: Message) -> bytes:
     """Return a message as bytes for another process."""
+    import msgspec  # an engine of one process does without
+
     return msgspec.msgpack.encode((type(message).__name__, message))
 
 
 def decode(data: bytes) -> Message:
     """Return the message that `encode` has made bytes of."""
+    import msgspec
+
     name, fields = msgspec.msgpack.decode(data)
     message: Message = msgspec.convert(fields, _MESSAGES[name])
     return message

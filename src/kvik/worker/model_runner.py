@@ -86,7 +86,7 @@ class ModelRunner:
         self.graph.prepare()
         refused, cuts = self._apply(plan)
         batch = self._lay_out(plan, cuts)
-        step = RunningStep(plan, started, batch, ModelRunnerOutput(plan.step, []), cuts)
+        step = RunningStep(plan, started, batch, ModelRunnerOutput(plan.step, []), cuts=cuts)
         step.refuse(refused)
         if self.pipeline is None:
             self._launch(step)

@@ -24,7 +24,6 @@ class RunningStep:
     """A step between `ModelRunner.begin` and `ModelRunner.finish`.
 
     Attributes:
-        cuts: budget cuts before it.
         output: of its forward; None once it is not needed any more.
         result: what the participants have written so far. They skip rows with an error.
         launched: results of each participant's `launch`.
@@ -32,19 +31,20 @@ class RunningStep:
         checked: which of its drafts were accepted; None: it has none, or they are not checked yet.
         done: the result is complete.
         failure: why it failed as a whole.
+        cuts: budget cuts before its forward.
     """
 
     plan: SchedulerOutput
     started: float
     batch: InputBatch
     result: ModelRunnerOutput
-    cuts: Sequence[CutKeys] = ()
     output: StepOutput | None = None
     launched: list[object] = field(default_factory=list)
     expected: Expected | None = None
     checked: CheckedDrafts | None = None
     done: bool = False
     failure: Exception | None = None
+    cuts: Sequence[CutKeys] = ()
 
     def refuse(self, slots: Mapping[int, str]) -> None:
         """Note why the requests in some slots cannot continue."""
