@@ -479,7 +479,8 @@ class Footprint:
         if self.adapters is not None:
             peak += self.adapters.step(size.max_num_batched_tokens, self._item)
         if self.stage_ends and not self._taped:  # what a stage gets from the one before
-            peak += size.max_num_batched_tokens * self.spec.hidden_size * self._item
+            width = (1 + self.taps) * self.spec.hidden_size
+            peak += size.max_num_batched_tokens * width * self._item
         peak *= self._processes  # counts shared memory once per process
         peak += size.max_num_batched_tokens * self.output_bytes
         drafting = self._drafting(size, self.draft) if self.draft else 0

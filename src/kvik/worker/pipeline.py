@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kvik.core.plan import SchedulerOutput
-from kvik.kernels.upload import upload
 from kvik.worker.graphs import EngineNetwork, Graph, StepOutput
 from kvik.worker.group import CutKeys, EarlierStages, SentStep
 from kvik.worker.input_batch import InputBatch, put_step
@@ -29,14 +28,11 @@ class CollectedInputs(StepInputs):
 
     fixed = False
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._arrays: Arrays = {}
 
     def put(self, name: str, array: np.ndarray) -> Tensor:
         self._arrays[name] = array
-        if name == "logits_indices":  # drafters read them after the forward
-            return upload(array, self._device)
         return torch.from_numpy(array)
 
     def take(self) -> Arrays:
@@ -75,8 +71,8 @@ class StageSteps:
 class Pipeline(Graph):
     """The last stage, which hands steps to the earlier ones."""
 
-    def __init__(self, steps: StageSteps, stages: EarlierStages, device: torch.device) -> None:
-        self.inputs = CollectedInputs(device)
+    def __init__(self, steps: StageSteps, stages: EarlierStages) -> None:
+        self.inputs = CollectedInputs()
         self._steps, self._stages = steps, stages
         self._begun: deque[Arrays] = deque()  # steps whose forward has not run here yet
 

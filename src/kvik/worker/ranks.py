@@ -102,7 +102,7 @@ class Member:
                         self._do(message)
 
     def _idle_step(self) -> bool:
-        """See `Executor.idle_step`; only the first process of a stage is told to."""
+        """See `Executor.idle_step`. Only the first process of a stage gets this message."""
         return False
 
     def _load_adapter(self, message: LoadAdapter) -> str:

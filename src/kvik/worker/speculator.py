@@ -159,7 +159,9 @@ class Speculator(Participant[None]):
 
         def hidden(chosen: np.ndarray) -> Tensor:
             indices = upload(newest[chosen], output.hidden.device)
-            places = batch.tensors.logits_indices.index_select(0, indices)
+            # In a pipeline they are on the host, where the inputs of a later step are collected.
+            of_logits = batch.tensors.logits_indices.to(output.hidden.device)
+            places = of_logits.index_select(0, indices)
             return output.hidden.index_select(0, places)
 
         slots = batch.slots[rows]

@@ -137,7 +137,7 @@ class Worker:
         if stages is not None:
             network = replace(network, earlier=stages)
             steps = StageSteps(network, graph, inputs, cache.block_size)
-            graph = pipeline = Pipeline(steps, stages, chosen.parts.device)
+            graph = pipeline = Pipeline(steps, stages)
             inputs = pipeline.inputs
             stages.wait_loaded()
         device, draw_bytes = chosen.parts.device, chosen.parts.draw_bytes
