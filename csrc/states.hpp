@@ -140,10 +140,22 @@ void widen(float* to, const T* x, int64_t count) {
 
 inline float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
+// max(x, 0) + log(1 + exp(-|x|)); log(1 + y) = 2 artanh(y / (2 + y)), whose argument is at most 1/3: the first term
+// that is left out is below 1e-8 of the sum.
+KVIK_INLINE F32 softplus(F32 x) {
+    const F32 y = exp(sub(zero(), abs(x))), z = div(y, add(y, broadcast(2.0f))), square = mul(z, z);
+    F32 series = broadcast(1.0f / 15.0f);
+    for (int n = 13; n > 0; n -= 2) series = fma(series, square, broadcast(1.0f / float(n)));
+    return fma(add(z, z), series, max(x, zero()));
+}
+
 // What a token does to some columns of the state of a head.
 struct HeadToken {
-    F32 v0, v1, decay, beta;
+    F32 v0, v1, beta;
+    F32 decay;    // of the state; 1 if each row has its own
     float *q, *k;
+    float* rows;  // decay of each row, if it has its own
+    float* seen;  // the key times these decays; or the key
 };
 
 // Sums over the rows of two vectors of columns. Even and odd rows are summed separately: more chains hide the latency.
@@ -157,14 +169,16 @@ struct ColumnSums {
 KVIK_INLINE ColumnSums no_sums() { return {zero(), zero(), zero(), zero()}; }
 
 // Columns of the state of one head, in a tile, on their way through the tokens of a sequence.
+template <bool kByRow>
 struct HeadColumns {
     const recurrence_args& a;
     int64_t head, column;
     int first, second;  // of the columns: in the first vector and in the second
     float* tile;
-    float rate, bias, scale;
+    float rate, scale;
+    const float* bias;  // of the head
     F32 skip;
-    ColumnSums seen;  // S^T k of the next token; zeros in a state space
+    ColumnSums seen;  // S^T of what the next token sees; zeros in a state space
 
     template <class T>
     void prepare(HeadToken& token, const T* x, const T* gates) const {
@@ -176,16 +190,27 @@ struct HeadColumns {
             q = k + keys;
             alpha = gates;
         }
-        const float step = softplus(sum(load(alpha + head, 1)) + bias);
-        token.decay = broadcast(expf(-rate * step));
         if (a.skip) {
             widen(token.q, q, a.key_dim);
             widen(token.k, k, a.key_dim);
-            token.beta = broadcast(step);
         } else {
             unit(token.q, q, a.key_dim, scale);
             unit(token.k, k, a.key_dim, 1.0f);
             token.beta = broadcast(float(a.beta_scale) / (1.0f + expf(-sum(load(gates + head, 1)))));
+        }
+        if constexpr (kByRow) {
+            alpha += head * a.key_dim;
+            const F32 fall = broadcast(-rate);
+            each_vector(0, a.key_dim, [&](int64_t i, auto n) KVIK_INLINED {
+                const F32 decay = exp(mul(fall, softplus(add(load(alpha + i, n), load(bias + i, n)))));
+                store(token.rows + i, decay, n);
+                store(token.seen + i, mul(decay, load(token.k + i, n)), n);
+            });
+            token.decay = broadcast(1.0f);
+        } else {
+            const float step = softplus(sum(load(alpha + head, 1)) + *bias);
+            token.decay = broadcast(expf(-rate * step));
+            if (a.skip) token.beta = broadcast(step);
         }
         v += head * a.value_dim + column;
         token.v0 = load(v, first);
@@ -194,7 +219,7 @@ struct HeadColumns {
 
     void begin(const HeadToken& token) {
         ColumnSums sums = no_sums();
-        each_row([&](int64_t i, int odd) { add_row(sums, odd, load_row(i), broadcast(token.k[i])); });
+        each_row([&](int64_t i, int odd) { add_row(sums, odd, load_row(i), broadcast(token.seen[i])); });
         seen = sums;
     }
 
@@ -207,15 +232,16 @@ struct HeadColumns {
         ColumnSums out = no_sums(), sums = no_sums();
         const auto update = [&](int64_t i, int odd) {
             const F32 key = broadcast(token.k[i]);
+            const F32 kept = kByRow ? broadcast(token.rows[i]) : decay;
             const Row old = load_row(i);
-            const Row row{fma(key, change0, mul(decay, old.a)), fma(key, change1, mul(decay, old.b))};
+            const Row row{fma(key, change0, mul(kept, old.a)), fma(key, change1, mul(kept, old.b))};
             store(tile + i * kStateColumns, row.a);
             store(tile + i * kStateColumns + kLanes, row.b);
             add_row(out, odd, row, broadcast(token.q[i]));
             return row;
         };
         if (next)
-            each_row([&](int64_t i, int odd) { add_row(sums, odd, update(i, odd), broadcast(next->k[i])); });
+            each_row([&](int64_t i, int odd) { add_row(sums, odd, update(i, odd), broadcast(next->seen[i])); });
         else
             each_row(update);
         seen = sums;
@@ -252,9 +278,11 @@ inline int64_t inputs_width(const recurrence_args& a) {
     return 2 * a.key_heads * a.key_dim + a.value_heads * a.value_dim;
 }
 
-inline int64_t gates_width(const recurrence_args& a) { return a.skip ? a.value_heads : 2 * a.value_heads; }
+inline int64_t gates_width(const recurrence_args& a) {
+    return a.skip ? a.value_heads : (a.by_row ? a.key_dim + 1 : 2) * a.value_heads;
+}
 
-template <class T>
+template <class T, bool kByRow>
 void head_columns(const recurrence_args& a, const StateTokens& on, int64_t head, int64_t column, float* scratch) {
     const int64_t n = a.value_dim - column < kStateColumns ? a.value_dim - column : kStateColumns;
     const int first = n < kLanes ? int(n) : kLanes, second = int(n) - first;
@@ -265,21 +293,23 @@ void head_columns(const recurrence_args& a, const StateTokens& on, int64_t head,
         store(tile + i * kStateColumns, on.fresh ? zero() : load(row, first));
         store(tile + i * kStateColumns + kLanes, on.fresh || !second ? zero() : load(row + kLanes, second));
     }
-    HeadColumns columns{a,
-                        head,
-                        column,
-                        first,
-                        second,
-                        tile,
-                        expf(static_cast<const float*>(a.decay)[head]),
-                        static_cast<const float*>(a.bias)[head],
-                        1.0f / sqrtf(float(a.key_dim)),
-                        broadcast(a.skip ? static_cast<const float*>(a.skip)[head] : 0.0f),
-                        no_sums()};
+    HeadColumns<kByRow> columns{a,
+                                head,
+                                column,
+                                first,
+                                second,
+                                tile,
+                                expf(static_cast<const float*>(a.decay)[head]),
+                                1.0f / sqrtf(float(a.key_dim)),
+                                static_cast<const float*>(a.bias) + head * (kByRow ? a.key_dim : 1),
+                                broadcast(a.skip ? static_cast<const float*>(a.skip)[head] : 0.0f),
+                                no_sums()};
     HeadToken tokens[2];
     for (HeadToken& token : tokens) {
-        token.q = inputs + 2 * (&token - tokens) * a.key_dim;
+        token.q = inputs + 4 * (&token - tokens) * a.key_dim;
         token.k = token.q + a.key_dim;
+        token.rows = token.k + a.key_dim;
+        token.seen = kByRow ? token.rows + a.key_dim : token.k;
     }
     const int64_t width = inputs_width(a), certain = on.pending + on.count - on.drafts;
     const float* log = static_cast<const float*>(a.log) + on.row * a.log_stride;
@@ -319,15 +349,19 @@ void log_draft(const recurrence_args& a, const StateTokens& on, int64_t draft) {
 
 void recurrence(const recurrence_args& a, Team& team) {
     const int64_t parts = (a.value_dim + kStateColumns - 1) / kStateColumns, each = a.value_heads * parts;
-    const size_t scratch = size_t(a.key_dim * (kStateColumns + 4)) * sizeof(float);
+    const size_t scratch = size_t(a.key_dim * (kStateColumns + 8)) * sizeof(float);
     together(team, a.num_seqs * each, [&](Member& member) {
         float* own = static_cast<float*>(member.scratch(scratch));
         for (int64_t task; (task = member.next()) >= 0;) {
             const StateTokens on = state_tokens(a, task / each);
             if (on.row < 0) continue;
             const int64_t head = task % each / parts, column = task % parts * kStateColumns;
-            a.dtype == kBF16 ? head_columns<bf16>(a, on, head, column, own)
-                             : head_columns<float>(a, on, head, column, own);
+            if (a.by_row)
+                a.dtype == kBF16 ? head_columns<bf16, true>(a, on, head, column, own)
+                                 : head_columns<float, true>(a, on, head, column, own);
+            else
+                a.dtype == kBF16 ? head_columns<bf16, false>(a, on, head, column, own)
+                                 : head_columns<float, false>(a, on, head, column, own);
         }
     });
     bool drafts = false;

@@ -256,6 +256,10 @@ def test_the_plan_matches_the_peak_of_a_large_model(
         {"architectures": ["ApertusForCausalLM"], "intermediate_size": 3000, "hidden_act": None},
         {"architectures": ["FalconH1ForCausalLM"], "mamba_n_heads": 32, "key_multiplier": 0.5}
         | {"ssm_in_multiplier": 0.5},
+        {"architectures": ["KimiLinearForCausalLM"], "qk_rope_head_dim": 32, "kv_lora_rank": 128}
+        | {"qk_nope_head_dim": 32, "v_head_dim": 32, "linear_num_heads": 12, "linear_head_dim": 64}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        | {"first_k_dense_replace": 3},
         {"adapters": 2},
         {"adapters": 2, "architectures": ["GPT2LMHeadModel"], "n_embd": 256, "n_layer": 3}
         | {"n_head": 8, "n_positions": 4096, "n_inner": 1024},

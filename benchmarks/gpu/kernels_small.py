@@ -23,14 +23,16 @@ from kvik.kernels.triton.ops import triton_ops
 from kvik.kernels.triton.rotary import rotate_and_store
 from kvik.kernels.weights import Activation
 
+BY_ROW = "delta rule by row"
 HIDDEN, INNER, VOCAB = sized((4096, 14336, 128256), (64, 96, 300))
 TOKENS = sized((64, 8192), (3,))
 BATCHES = sized((1, 64, 256), (2,))
 HEADS = sized(Heads(), Heads(4, 2, 32))
 PROMPTS = sized((1024, 8192), (70,))
-# Key heads, value heads, key and value channels: of Qwen3-Next, and of Granite 4 H Small.
+# Key heads, value heads, key and value channels: of Qwen3-Next, Kimi Linear and Granite 4 H Small.
 RULES = {
     "delta rule": sized((16, 32, 128, 128), (1, 2, 16, 16)),
+    BY_ROW: sized((32, 32, 128, 128), (2, 2, 16, 16)),
     "state space": sized((1, 128, 128, 64), (1, 2, 16, 16)),
 }
 
@@ -121,6 +123,7 @@ def _recurrence_bytes(rule: str, tokens: int) -> float:
     """Return the bytes of inputs and outputs, and of the state, which is read and written."""
     key_heads, value_heads, key_dim, value_dim = RULES[rule]
     channels = 2 * key_heads * key_dim + 2 * value_heads * value_dim
+    channels += value_heads * key_dim if rule == BY_ROW else 0
     return 2.0 * tokens * channels + 8 * value_heads * key_dim * value_dim
 
 
@@ -132,9 +135,12 @@ def _recurrence(recurrence: Callable[..., Tensor], rule: str, tokens: int, draft
 
     key_heads, value_heads, key_dim, value_dim = RULES[rule]
     space = rule == "state space"
-    decay, bias, skip = torch.randn(3, value_heads, device=DEVICE)
+    decays = value_heads * (key_dim if rule == BY_ROW else 1)
+    decay, skip = torch.randn(2, value_heads, device=DEVICE)
+    bias = torch.randn(decays, device=DEVICE)
     heads = StateHeads(decay, bias, key_heads, skip if space else None)
-    channels, columns = 2 * key_heads * key_dim + value_heads * value_dim, value_heads * (2 - space)
+    channels = 2 * key_heads * key_dim + value_heads * value_dim
+    columns = decays if space else value_heads + decays
     x = torch.randn(tokens, channels, device=DEVICE).bfloat16()
     gates = torch.randn(tokens, columns, device=DEVICE).bfloat16()
     state = torch.randn(1, value_heads, key_dim, value_dim, device=DEVICE)

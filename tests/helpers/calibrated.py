@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from helpers import tiny_models
 from helpers.model_cases import BESIDE, H1_FACTORS
-from helpers.tiny_models import DELTA
+from helpers.tiny_models import DELTA, KIMI
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -134,6 +134,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "Qwen3_5": STATES,
     "OlmoHybrid": STATES,
+    "KimiLinear": {
+        **KIMI,
+        **{"kv_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 10, "linear_head_dim": 16},
+        **{"num_experts": 6, "num_experts_per_tok": 6},
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
     "Qwen3Next": {
         **STATES,
         "num_experts": 6,
@@ -160,6 +166,10 @@ LEFT: dict[str, set[str]] = {
     "Lfm3": {"gate_proj"},
     "Qwen3_5": {"in_proj_a", "in_proj_b"},
     "OlmoHybrid": {"a_proj", "b_proj"},
+    "KimiLinear": {
+        *("gate", "kv_b_proj", "b_proj"),
+        *("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"),
+    },
     "Qwen3_5Moe": {"gate", "shared_expert_gate", "in_proj_a", "in_proj_b"},
     "Qwen3Next": {"gate", "shared_expert_gate", "in_proj_ba"},
 }

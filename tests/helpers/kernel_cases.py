@@ -756,6 +756,7 @@ def _states() -> list[Case]:
         drafted: bool = False,
         long: bool = False,
         beta_scale: float = 1.0,
+        by_row: bool = False,
     ) -> Case:
         def make(m: Maker) -> Arguments:
             of = (long_sequences if long else sequences)(m, drafted)
@@ -763,11 +764,11 @@ def _states() -> list[Case]:
             channels = 2 * key_heads * key_dim + value_heads * value_dim
             state = m.normal(5, value_heads, key_dim, value_dim, dtype=torch.float32)
             state[0] = float("nan")
-            columns = value_heads if space else 2 * value_heads
+            decays = value_heads * (key_dim if by_row else 1)
+            columns = decays if space else value_heads + decays
             log = m.normal(5, most_drafts * drafted, channels + columns, dtype=torch.float32)
-            decay, bias, *skip = (
-                m.normal(value_heads, dtype=torch.float32) for _ in range(3 if space else 2)
-            )
+            decay, *skip = (m.normal(value_heads, dtype=torch.float32) for _ in range(1 + space))
+            bias = m.normal(decays, dtype=torch.float32)
             heads = StateHeads(decay, bias, key_heads, *skip, beta_scale=beta_scale)
             wide, gates = m.normal(tokens, channels + 3), m.normal(tokens, columns)
             if long:
@@ -782,7 +783,7 @@ def _states() -> list[Case]:
 
         name = f"{key_heads}/{value_heads} of {key_dim}x{value_dim}"
         name += " space" * space + " drafts" * drafted + " long" * long
-        name += " reversing" * (beta_scale > 1)
+        name += " reversing" * (beta_scale > 1) + " by row" * by_row
         return Case("recurrence", name, make, run, written=(3, 4), product=True)
 
     def gated(rows: int, dim: int, by: str, gates: int, fp32: bool = False) -> Case:
@@ -807,6 +808,8 @@ def _states() -> list[Case]:
             for drafted in (False, True)
         ),
         *(recurrence(2, 4, 24, 40, beta_scale=2.0, drafted=drafted) for drafted in (False, True)),
+        *(recurrence(3, 3, 17, 70, by_row=True, drafted=drafted) for drafted in (False, True)),
+        recurrence(1, 2, 128, 40, by_row=True, long=True),
         *(gated(1, 1, by, 1) for by in ("none", "silu", "sigmoid")),
         *(gated(7, 133, by, gates) for by in ("none", "silu", "sigmoid") for gates in (1, 7, 133)),
         *(gated(7, 133, "none", gates, fp32=True) for gates in (1, 133)),

@@ -239,6 +239,14 @@ SPACES = model_config(  # Mamba-2, experts, attention, Mamba-2, an MLP
     moe_shared_expert_intermediate_size=32, torch_dtype="float32",
 )  # fmt: skip
 
+ROWS = model_config(  # delta nets whose states' rows decay by their own gates; latent attention
+    "KimiLinearForCausalLM",
+    vocab=96, hidden=32, inner=64, layers=3, heads=4, kv_heads=4, positions=256,
+    model_max_length=256, kv_lora_rank=48, qk_rope_head_dim=16, qk_nope_head_dim=24, v_head_dim=20,
+    layer_types=["linear_attention", "full_attention", "linear_attention"], linear_num_heads=3,
+    linear_head_dim=12, moe_intermediate_size=32, num_experts=8, num_experts_per_token=3,
+    num_expert_group=2, topk_group=1, torch_dtype="float32",
+)  # fmt: skip
 
 BESIDE = model_config(  # attention and Mamba-2 in each layer
     "FalconH1ForCausalLM",
@@ -275,7 +283,7 @@ def make_model(name: str, folder: Path) -> dict[str, object]:
     if name == "bundled":
         return {"model": BUNDLED}
     configs = {"latent": LATENT, "capped": CAPPED, "chunked": CHUNKED, "states": STATES}
-    configs |= {"spaces": SPACES, "beside": BESIDE}
+    configs |= {"spaces": SPACES, "beside": BESIDE, "rows": ROWS}
     config = configs.get(name, WINDOWED)
     (folder / "config.json").write_text(json.dumps(config))
     return {"model": str(folder), "load_format": "random", "seed": 3}

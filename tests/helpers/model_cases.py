@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from helpers.tiny_models import DELTA, LATENT, LLAMA4
+from helpers.tiny_models import DELTA, KIMI, LATENT, LLAMA4
 
 
 def rope(**parameters: Any) -> dict[str, Any]:
@@ -476,6 +476,19 @@ CASES = {
         tie_word_embeddings=True,
     ),
     "olmo-hybrid-defaults": case("OlmoHybrid", num_key_value_heads=None),
+    "kimi-linear": case("KimiLinear", KIMI, num_hidden_layers=4),
+    "kimi-linear-ranks": case(
+        "KimiLinear",
+        KIMI,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        linear_conv_kernel_dim=3,
+        q_lora_rank=24,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=False,
+        rms_norm_eps=0.1,
+    ),
     "falcon-h1": case("FalconH1", BESIDE, H1_FACTORS),
     "falcon-h1-norm": case(
         "FalconH1",

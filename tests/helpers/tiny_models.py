@@ -79,6 +79,16 @@ DELTA = {  # of Qwen 3.5
     "linear_value_head_dim": 20,
 }
 
+KIMI: dict[str, Any] = {  # of Kimi Linear
+    **LATENT,
+    "q_lora_rank": None,
+    "n_routed_experts": None,
+    "num_experts": 8,
+    "linear_num_heads": 3,
+    "linear_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+
 
 # Families that also read images -> their encoders, as small as possible.
 _VISION = {"depth": 1, "num_heads": 2, "patch_size": 2}

@@ -599,8 +599,10 @@ _DRAFTED = replace(_SEQUENCES, pending=_i32(2), drafts=_i32(2))
 _TAPS, _CHANNELS, _STATE = _bf16(4, 4096), _fp32(3, 7, 4096), _fp32(3, 32, 128, 128)
 _LOG = _fp32(3, 4, 8192 + 64)
 _SPACE = replace(_DELTA, skip=_fp32(32))
+_BY_ROW = replace(_DELTA, bias=_fp32(32 * 128))
 
 _LINEAR = states.recurrence, _WIDE, _bf16(9, 64), _DELTA, _STATE, _LOG
+_ROWS = states.recurrence, _WIDE, _bf16(9, 32 * 129), _BY_ROW, _STATE, _fp32(3, 4, 8192 + 32 * 129)
 _SPACES = states.recurrence, _WIDE, _bf16(9, 32), _SPACE, _STATE, _LOG
 
 STATES = (
@@ -624,6 +626,7 @@ STATES = (
     ),
     _entries("bf16, drafts", *_LINEAR, _DRAFTED),
     _entries("space, bf16, drafts", *_SPACES, _DRAFTED),
+    _entries("by row, bf16, drafts", *_ROWS, _DRAFTED),
 )
 
 

@@ -147,6 +147,10 @@ FAMILIES: dict[str, dict[str, object]] = {
         "layer_types": ["linear_attention", "full_attention"],
     },
     "OlmoHybrid": {**CALIBRATED["OlmoHybrid"], **HEADS, "head_dim": 16},
+    "KimiLinear": {
+        **CALIBRATED["KimiLinear"],
+        **{"num_attention_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16},
+    },
     "FalconH1": {**CALIBRATED["FalconH1"], **HEADS, "head_dim": 16},
     "Lfm2": {**CALIBRATED["Lfm2"], **HEADS},
     "GraniteMoeHybrid": {**CALIBRATED["GraniteMoeHybrid"], **HEADS},
@@ -172,6 +176,8 @@ FAMILIES: dict[str, dict[str, object]] = {
     "HunYuanMoEV1": {**CALIBRATED["HunYuanMoEV1"], **HEADS, "head_dim": 16},
 }
 
+EXPERTS = ("GptOss", "DeepseekV3", "NemotronH", "KimiLinear")
+
 
 def answers(
     model: Path, count: int, way: str = "tensor_parallel_size", **options: object
@@ -193,13 +199,14 @@ def test_models_of_each_kind(number, family, tmp_path, monkeypatch) -> None:
     has one layer."""
     save_tiny(tmp_path, family, **FAMILIES[family])
     found = [answers(tmp_path, ranks, dtype="float32") for ranks in (1, 2 + number % 2)]
-    if "Moe" in family or family in ("GptOss", "DeepseekV3", "NemotronH"):
+    if "Moe" in family or family in EXPERTS:
         found.append(answers(tmp_path, 2, dtype="float32", expert_parallel=True))
     if family != "Gemma4":  # its last layers read the caches of the first
         found.append(answers(tmp_path, 2, "pipeline_parallel_size", dtype="float32"))
     if family in (
         "Qwen3_5",
         "OlmoHybrid",
+        "KimiLinear",
         "FalconH1",
         "Lfm2",
         "GraniteMoeHybrid",

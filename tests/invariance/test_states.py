@@ -54,7 +54,13 @@ PLAIN = next(column for column in EVERY if column.name == "prefix hits, chunks")
 
 # Layers without a state, which only the second has, are in other matrices.
 @pytest.fixture(
-    scope="module", params=["states", pytest.param("spaces", marks=pytest.mark.nightly), "beside"]
+    scope="module",
+    params=[
+        "states",
+        pytest.param("spaces", marks=pytest.mark.nightly),
+        "beside",
+        pytest.param("rows", marks=pytest.mark.full),
+    ],
 )
 def model(request, tmp_path_factory) -> dict[str, object]:
     return make_model(request.param, tmp_path_factory.mktemp(request.param))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.optional_native import needs_native
 from helpers.tiny_families import ALL
-from helpers.tiny_models import reference_greedy, save_tiny, tokens
+from helpers.tiny_models import KIMI, reference_greedy, save_tiny, tokens
 from transformers import AutoModelForCausalLM
 
 import kvik
@@ -56,6 +56,7 @@ WIRINGS = (
     *("Phi3", "Glm4", "Cohere2", "Glm4Moe", "DeepseekV3", "Exaone4", "Gemma2", "Gemma3"),
     *("Gemma4-token-inputs", "Gemma4-key-is-value", "Falcon-two-norms", "StableLm", "Ministral3"),
     *("Qwen3_5", "Lfm2", "Granite", "GraniteMoeHybrid-dense", "NemotronH", "FalconH1", "Apertus"),
+    "KimiLinear",
 )
 # In deep models of random numbers and in sharp attention, eight bits change the answers.
 DULLER: dict[str, dict[str, Any]] = {
@@ -65,13 +66,18 @@ DULLER: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "Qwen3_5": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "KimiLinear": {
+        **KIMI,
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
 }
 
 
 @pytest.mark.parametrize("family", WIRINGS)
 def test_every_wiring_runs_in_the_engine(family: str, tmp_path: Path) -> None:
     """With a batch of different lengths, with prefix hits, and quantised to eight bits."""
-    options = ALL[family] | DULLER.get(family, {})
+    options = ALL.get(family, {}) | DULLER.get(family, {})
     reference = save_tiny(tmp_path, family.partition("-")[0], **options)
     prompts = [tokens(length, seed) for seed, length in enumerate((3, 40, 17))]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -72,7 +72,7 @@ STACKED = {"GptOss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_to
 # Models whose second block is of another kind than the first.
 SECOND = (
     *("Gemma4", "DeepseekV2", "DeepseekV3", "Lfm2", "Qwen3_5", "Qwen3Next", "GraniteMoeHybrid"),
-    *("NemotronH", "Cohere2Moe", "OlmoHybrid"),
+    *("NemotronH", "Cohere2Moe", "OlmoHybrid", "KimiLinear"),
 )
 
 
@@ -123,6 +123,7 @@ def test_outputs_do_not_change(tmp_path: Path, family: str, index: int) -> None:
         "NanoChat": (1,),  # its norms have no gains
         "Qwen3_5": (5, 4),
         "OlmoHybrid": (5, 2),
+        "KimiLinear": (5, 3 + 1 + 2 * 6 + 2),
         "Qwen3Next": (3 + 2 + 2 * 6 + 2, 2 + 2 + 2 * 6 + 2),
     }
     assert len(folded.scales) == others.get(family, (4, 4))[index]

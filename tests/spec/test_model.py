@@ -49,6 +49,7 @@ from kvik.spec.visible_keys import Window
         ("Apertus-8B", 8_053_338_176),
         ("OLMo-7B", 6_888_095_744),
         ("OLMo-Hybrid-7B", 7_430_870_688),
+        ("Kimi-Linear-48B-A3B", 49_122_681_728),
         ("FlexOlmo-7x7B", 33_270_665_216),
         ("VaultGemma-1B", 1_038_741_120),
         ("Falcon-H1-0.5B", 521_411_104),
@@ -326,6 +327,7 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
     "Ernie4_5_MoeForCausalLM": {"moe_k": 2},
     "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": small()["intermediate_size"]},
     "Gemma3TextModel": {"use_bidirectional_attention": True},
+    "KimiLinearForCausalLM": {"num_experts_per_token": 2},
 }
 
 

@@ -142,6 +142,13 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
     (of("OlmoHybrid", linear_num_value_heads=3), "linear_num_value_heads"),
     (of("OlmoHybrid", linear_allow_neg_eigval=1), "linear_allow_neg_eigval"),
     (of("OlmoHybrid", layer_types=["linear_attention"] * 4), "layer_types"),
+    (of("KimiLinear", mla_use_nope=False), "mla_use_nope"),
+    (of("KimiLinear", moe_router_activation_func="softmax"), "moe_router_activation_func"),
+    (of("KimiLinear", num_expert_group=3), "num_expert_group"),
+    *(
+        (of("KimiLinear", linear_attn_config={key: value}), f"linear_attn_config {key}")
+        for key, value in (("num_heads", 0), ("full_attn_layers", [4, 5]), ("full_attn_layers", []))
+    ),
     (of("Cohere2Moe", shared_expert_combination_strategy="max"), STRATEGY),
     (of("Cohere2Moe", expert_selection_fn="tanh"), "expert_selection_fn"),
     (of("Cohere2Moe", rms_norm_eps=-1.0), "rms_norm_eps"),

@@ -282,7 +282,7 @@ class AttendLatent:
             rotates q_rope and k_rope may overwrite them.
         up: projections to keys and values.
         kv, metadata, spec: see `Attend`; no norms.
-        rotation: [tokens, rope] fp32, only for q_rope and k_rope.
+        rotation: [tokens, rope] fp32, only for q_rope and k_rope; None: no rotation.
     """
 
     q: Tensor
@@ -293,12 +293,18 @@ class AttendLatent:
     kv: LayerKV
     metadata: AttentionMetadata
     spec: AttentionSpec
-    rotation: Tensor
+    rotation: Tensor | None
+
+    def turned(self, ops: Ops) -> tuple[Tensor, Tensor]:
+        """Return q_rope and k_rope rotated."""
+        if self.rotation is None:
+            return self.q_rope, self.k_rope
+        return ops.rotary(self.q_rope, self.k_rope, self.rotation)
 
     def joined(self, ops: Ops) -> Attend:
         """Return the equivalent attention with one kv head whose values are its keys; the first
         `rank` channels of its result are means of latent vectors."""
-        q_rope, k_rope = ops.rotary(self.q_rope, self.k_rope, self.rotation)
+        q_rope, k_rope = self.turned(ops)
         k = torch.cat((self.latent[:, None], k_rope), 2)
         q = torch.cat((self.up.into_queries(ops, self.q), q_rope), 2)
         return Attend(q, k, k[..., :0], self.kv, self.metadata, self.spec)

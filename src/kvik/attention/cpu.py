@@ -71,7 +71,7 @@ class CpuAttention(AttentionBackend):
     def run_latent_by(self, ops: Ops, attend: AttendLatent) -> Tensor:
         """Do the same as `run_latent`, with other operations for products with the matrices of
         heads."""
-        q_rope, k_rope = ops.rotary(attend.q_rope, attend.k_rope, attend.rotation)
+        q_rope, k_rope = attend.turned(ops)
         latent, kv, layout = attend.latent, attend.kv, attend.metadata.layout
         self.native.launch(
             "store_latent",

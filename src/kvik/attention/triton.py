@@ -118,7 +118,7 @@ class TritonAttention(AttentionBackend):
     def run_latent(self, attend: AttendLatent) -> Tensor:
         metadata, kv = attend.metadata, attend.kv
         assert isinstance(metadata, TritonMetadata)
-        q_rope, k_rope = self._ops.rotary(attend.q_rope, attend.k_rope, attend.rotation)
+        q_rope, k_rope = attend.turned(self._ops)
         k = torch.cat((attend.latent[:, None], k_rope), 2)
         store(self._ops, k, k[..., :0], kv, metadata.layout.slot_mapping)
         if not metadata.fresh:

@@ -361,7 +361,7 @@ def _states(spec: ModelSpec) -> dict[str, Entry | None]:
             layer.feeds * (layer.experts.inner if layer.experts else spec.inner(layer))
             for layer in spec.layers
         ]
-    elif state.gates > 1:  # a gated delta net
+    elif state.delta:
         every = attends.index(True) + 1
         where = {FULL_INTERVAL: every}
         if attends != [(layer + 1) % every == 0 for layer in range(spec.num_layers)]:

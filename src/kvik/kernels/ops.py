@@ -157,7 +157,9 @@ class StateHeads:
     """The heads of a gated delta net or of a state space, with learned parameters.
 
     Attributes:
-        decay, bias: [value_heads] fp32, of how fast they forget.
+        decay: [value_heads] fp32, of how fast they forget.
+        bias: [value_heads] fp32, of the same; or [value_heads * key_dim]: each row of a state
+            decays by its own gate (Kimi Delta Attention, Kimi team 2025, arXiv 2510.26692).
         key_heads: each serves value_heads / key_heads consecutive value heads.
         skip: [value_heads] fp32, factor with which values are added to the outputs of a state
             space; None: a gated delta net.
@@ -170,6 +172,11 @@ class StateHeads:
     key_heads: int
     skip: Tensor | None = None
     beta_scale: float = 1.0
+
+    @property
+    def by_row(self) -> bool:
+        """Whether each row of a state has its own gate."""
+        return len(self.bias) > len(self.decay)
 
 
 def all_rows(matrix: Matrix, first: int, count: int) -> Sequence[tuple[int, int]]:
@@ -248,7 +255,8 @@ class Ops:
         the gated delta rule (Yang et al. 2024). x: queries and keys of all key heads, then values
             of all value heads; q and k are divided by their norms and q by sqrt(key_dim). gates: b,
             then a of all value heads. For each head S = S * exp(-exp(decay) * t); S = S + k
-            (beta_scale * sigmoid(b) * (v - S^T k))^T; its output is S^T q
+            (beta_scale * sigmoid(b) * (v - S^T k))^T; its output is S^T q. If each row of S has its
+            own decay, a has key_dim numbers for each head, and so have t and the factor of S
         or a state space (Mamba-2, Dao and Gu 2024), if `heads` has `skip`. x: values, then keys (B
             in the paper), then queries (C). gates: a of all value heads. For each head S = S *
             exp(-exp(decay) * t); S = S + k (t * v)^T; its output is S^T q + skip * v

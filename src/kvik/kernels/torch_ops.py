@@ -65,6 +65,7 @@ def _linear_each(x: Tensor, matrix: Matrix, outputs: int) -> Tensor:
 
 
 CHUNK = 64  # tokens of a recurrence at a time: its products grow with the square
+ROWS_CHUNK = 16  # if each row of a state has its own decay, so that two tokens have one for each
 
 
 def _in_chunks(x: Tensor, gates: Tensor, heads: StateHeads, s: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,24 +76,34 @@ def _in_chunks(x: Tensor, gates: Tensor, heads: StateHeads, s: Tensor) -> tuple[
     """
     parts = head_inputs(x, gates, heads, s)
     y = torch.empty(parts[2].shape, dtype=x.dtype, device=x.device)
-    for first in range(0, len(x), CHUNK):
-        chunk = slice(first, first + CHUNK)
+    size = ROWS_CHUNK if heads.by_row else CHUNK
+    for first in range(0, len(x), size):
+        chunk = slice(first, first + size)
         q, k, v, beta, decay = (part[chunk].transpose(0, 1) for part in parts)  # head by head
-        left = decay.cumsum(1).exp()[:, :, None]  # of the state before the chunk, at each token
-        # Of each change: not by differences of sums from the start, which lack the bits that a
-        # token takes which forgets everything.
-        since = decay[:, :, None].repeat(1, 1, decay.shape[1]).tril(-1).cumsum(1).exp().tril()
+        left = decay.cumsum(1).exp()  # [heads, tokens, 1 or rows], of the state before the chunk
+        # Of each change, [heads, 1 or rows, tokens, tokens]: not by differences of sums from the
+        # start, which lack the bits that a token takes which forgets everything.
+        steps = decay.mT[..., None].repeat(1, 1, 1, decay.shape[1])
+        since = steps.tril(-1).cumsum(2).exp().tril()
         change = beta[:, :, None] * v
         if heads.skip is None:
-            before = beta[:, :, None] * (k @ k.mT) * since  # on the diagonal: read as ones
-            change -= beta[:, :, None] * left * (k @ s)
+            before = beta[:, :, None] * _decayed(k, k, since)  # on the diagonal: read as ones
+            change -= beta[:, :, None] * ((left * k) @ s)
             change = torch.linalg.solve_triangular(before, change, upper=False, unitriangular=True)
-        out = left * (q @ s) + ((q @ k.mT) * since) @ change
+        out = (left * q) @ s + _decayed(q, k, since) @ change
         if heads.skip is not None:
             out += heads.skip[:, None, None] * v
         y[chunk] = out.transpose(0, 1).to(x.dtype)
-        s = left[:, -1:] * s + (k * since[:, -1, :, None]).mT @ change
+        s = left[:, -1, :, None] * s + (k * since[:, :, -1].mT).mT @ change
     return y.flatten(1), s
+
+
+def _decayed(q: Tensor, k: Tensor, since: Tensor) -> Tensor:
+    """Multiply each token of q with each one of k [heads, tokens, rows], decayed in between by
+    `since` [heads, 1 or rows, tokens, tokens]."""
+    if since.shape[1] == 1:
+        return (q @ k.mT) * since[:, 0]
+    return torch.einsum("hir,hjr,hrij->hij", q, k, since)
 
 
 def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -46,10 +46,10 @@ class DeepseekAttention:
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         builder = builder.at("self_attn")
         latent, rope = spec.layers[layer].latent, spec.layers[layer].rope
-        assert latent is not None and rope is not None
+        assert latent is not None
         hidden, heads = spec.hidden_size, spec.num_heads
         self.heads, self.latent = heads, latent
-        turned = rope.rows(latent.rope) or tuple(range(latent.rope))
+        turned = (rope and rope.rows(latent.rope)) or tuple(range(latent.rope))
         order = queries_order(latent, heads, turned)
         queries, bias = heads * latent.query, spec.qkv_bias
         self.down = None
@@ -74,7 +74,7 @@ class DeepseekAttention:
         self.kv_norm = builder.rms_norm("kv_a_layernorm", latent.rank, LATENT_EPS)
         ups = SEPARATE_UPS if spec.wiring == SEPARATE else (UPS,)
         # The part of YaRN's temperature that is not in the rotation.
-        stretch = rope.temperature(rope.mscale_all_dim) if rope.mscale_all_dim else 1.0
+        stretch = rope.temperature(rope.mscale_all_dim) if rope and rope.mscale_all_dim else 1.0
         scale = latent.query**-0.5 * stretch**2
         self.attend = builder.latent_attention(ups, layer, heads, latent, scale)
         self.o = builder.linear("o_proj", heads * latent.value, hidden, bias=spec.o_bias, role="o")
@@ -85,8 +85,7 @@ class DeepseekAttention:
     def __call__(
         self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
     ) -> Tensor:
-        """x, residual [tokens, hidden], rotation [tokens, rope] -> [tokens, hidden]."""
-        assert rotation is not None
+        """x, residual [tokens, hidden], rotation [tokens, rope] or None -> [tokens, hidden]."""
         latent, heads = self.latent, self.heads
         narrow = x if self.down is None else self.q_norm(self.down(x, ctx))
         q = self.q(narrow if self.scale is None else self.scale(narrow, ctx), ctx)

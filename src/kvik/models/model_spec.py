@@ -90,7 +90,7 @@ class ModelSpec(ModelFacts):
         if arch.experts is not None:
             pairs = zip(rules, arch.experts(fields, layers), strict=True)
             rules = tuple(replace(layer, experts=experts) for layer, experts in pairs)
-        latent = rules[0].latent
+        latent = next((layer.latent for layer in rules if layer.latent), None)
         eps_key = key["rms_norm_eps"]
         if isinstance(arch.rms_norm, bool):
             rms_norm = arch.rms_norm

@@ -961,18 +961,19 @@ class Builder(LayerBuilder):
         *,
         skip: str = "",
         beta_scale: float = 1.0,
+        decay_shape: tuple[int, ...] = (),
     ) -> Recurrence:
         """Return the gated delta rule or the state space of a layer.
 
         Args:
             decay, bias, skip: names of the learned parameters of the heads; see `StateHeads`.
             beta_scale: see `StateHeads`.
+            decay_shape: of `decay` in the checkpoint; (): [value_heads].
         """
-        rates, offsets, *skips = (
-            self._tensor(self._name(name), (spec.value_heads,), "bias")
-            for name in filter(None, (decay, bias, skip))
-        )
-        skipped = skips[0] if skips else None
+        parameter, count = partial(self._tensor, kind="bias"), spec.value_heads
+        rates = parameter(self._name(decay), decay_shape or (count,)).flatten()
+        offsets = parameter(self._name(bias), (count * spec.decays,))
+        skipped = parameter(self._name(skip), (count,)) if skip else None
         heads = StateHeads(rates, offsets, spec.key_heads, skipped, beta_scale)
         return Recurrence(self.ops, heads, self._state_of(layer))
 

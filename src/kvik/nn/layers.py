@@ -199,7 +199,7 @@ class LatentAttention:
         latent: Tensor,
         k_rope: Tensor,
         ctx: ForwardContext,
-        rotation: Tensor,
+        rotation: Tensor | None,
     ) -> Tensor:
         """Rotate q_rope and k_rope, store latent and k_rope, attend; see `AttendLatent`.
 
@@ -241,8 +241,8 @@ class Recurrence:
     position: int  # among the layers that keep a state
 
     def __call__(self, x: Tensor, gates: Tensor, ctx: ForwardContext) -> Tensor:
-        """x [tokens, channels], gates [tokens, 1 or 2 * value_heads] -> [tokens, value_heads *
-        value_dim]."""
+        """x [tokens, channels], gates [tokens, numbers of a head * value_heads] -> [tokens,
+        value_heads * value_dim]."""
         states, sequences = ctx.states[self.position], ctx.metadata[0].layout.sequences
         return self.ops.recurrence(x, gates, self.heads, states.matrices, states.log, sequences)
 

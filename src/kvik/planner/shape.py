@@ -32,8 +32,8 @@ class MatrixGroup:
         role: "embedding", "positions", "qkv", "o", "gate_up", "down", "head"; with experts
             "router", "expert_gate_up", "expert_down", and "shared_gate_up", "shared_down" with
             their "shared_gate"; with MLA "q_down", "q_up", "kv_down", "kv_up"; with gated delta
-            nets "gates"; "up" in place of "gate_up" where there is no gate; "" for the projection
-            between layers and an embedding that is narrower.
+            nets "gates" and "wide_gates"; "up" in place of "gate_up" where there is no gate; "" for
+            the projection between layers and an embedding that is narrower.
         count: matrices in the whole model: layers, times experts where routed.
         experts: per layer, `active` of them per token; 0: every token uses the matrix.
         multiplied: False for a lookup table.

@@ -73,7 +73,7 @@ FEED: tuple[Role, ...] = (
     *("gate_up", "up", "shared_gate_up", "shared_up", "expert_gate_up", "expert_up"),
 )
 GATED = {"gate_up": "down", "shared_gate_up": "shared_down", "expert_gate_up": "expert_down"}
-KEPT = UNQUANTISED | {"gates"}  # roles of layers that stay floats
+KEPT = UNQUANTISED | {"gates", "wide_gates"}  # roles of layers that stay floats
 
 
 def folds(spec: ModelSpec, layer: int = 0) -> tuple[Fold, ...]:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from kvik.spec.pooling import PoolingSpec
     from kvik.spec.rope import RopeSpec
 
-# Role of a matrix in a block; "gates": of a gated delta net or of attention; "": in no block, as in
-# draft heads.
+# Role of a matrix in a block; "gates": of a gated delta net or of attention, and "wide_gates" those
+# that are computed from narrow vectors; "": in no block, as in draft heads.
 Role = Literal[
     "qkv",
     "q_down",
@@ -36,6 +36,7 @@ Role = Literal[
     "kv_down",
     "kv_up",
     "gates",
+    "wide_gates",
     "o",
     "gate_up",
     "up",
@@ -60,7 +61,9 @@ UNQUANTISED: frozenset[Role] = frozenset({"router", "shared_gate", "kv_up"})
 # Roles of matrices that no adapter of a request changes.
 FIXED_FOR_REQUESTS: frozenset[Role] = UNQUANTISED | {"head", "token_inputs"}
 # Roles of matrices that are too small to be divided among processes.
-SMALL: frozenset[Role] = frozenset({"q_down", "kv_down", "gates", "router", "shared_gate"})
+SMALL: frozenset[Role] = frozenset(
+    {"q_down", "kv_down", "gates", "wide_gates", "router", "shared_gate"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,10 +399,10 @@ class LatentAttentionLayer(Protocol):
         latent: Tensor,
         k_rope: Tensor,
         ctx: ForwardContext,
-        rotation: Tensor,
+        rotation: Tensor | None,
     ) -> Tensor:
         """q [tokens, heads, nope], q_rope [tokens, heads, rope], latent [tokens, rank], k_rope
-        [tokens, 1, rope], rotation [tokens, rope] -> [tokens, heads * value]."""
+        [tokens, 1, rope], rotation [tokens, rope] or None -> [tokens, heads * value]."""
         ...
 
 
@@ -957,9 +960,10 @@ class LayerBuilder:
         *,
         skip: str = "",
         beta_scale: float = 1.0,
+        decay_shape: tuple[int, ...] = (),
     ) -> RecurrentLayer:
-        self._other(decay, spec.value_heads, logarithm=True)
-        self._other(bias, spec.value_heads)
+        self._other(decay, spec.value_heads, decay_shape, logarithm=True)
+        self._other(bias, spec.value_heads * spec.decays)
         if skip:
             self._other(skip, spec.value_heads)
         return _LISTED

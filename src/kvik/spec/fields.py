@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kvik.errors import ModelError, shown
@@ -68,24 +69,34 @@ class Fields:
 
     Every reader returns the default for an absent key, and raises `ModelError` if there is no
     default or the value is invalid.
+
+    Args:
+        where: name of the object in errors.
+        names: keys -> their names in the object, if they differ.
     """
 
-    def __init__(self, values: Mapping[str, object], where: str = "config.json") -> None:
+    def __init__(
+        self,
+        values: Mapping[str, object],
+        where: str = "config.json",
+        names: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._values = values
         self.where = where
+        self._names = names
 
     def __contains__(self, key: str) -> bool:
-        return self._values.get(key) is not None
+        return self.raw(key) is not None
 
     def is_null(self, key: str) -> bool:
         """Return whether the key is present with the value null."""
-        return key in self._values and self._values[key] is None
+        return self._name(key) in self._values and self.raw(key) is None
 
     def raw(self, key: str) -> object:
-        return self._values.get(key)
+        return self._values.get(self._name(key))
 
     def error(self, key: str, message: str) -> ModelError:
-        return ModelError(f"{self.where} {key}", message)
+        return ModelError(f"{self.where} {self._name(key)}", message)
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
         value: int = self._checked(key, Integer(low, high), default)
@@ -140,7 +151,7 @@ class Fields:
         return tuple(good)
 
     def mapping(self, key: str) -> Mapping[str, object] | None:
-        value = self._values.get(key)
+        value = self.raw(key)
         if value is not None and not isinstance(value, Mapping):
             raise self.error(key, f"must be an object, not {shown(value)}")
         return value
@@ -151,7 +162,15 @@ class Fields:
 
     def changed(self, values: Mapping[str, object]) -> Fields:
         """Return the same fields with some values replaced."""
-        return Fields({**self._values, **values}, self.where)
+        named = {self._name(key): value for key, value in values.items()}
+        return Fields({**self._values, **named}, self.where, self._names)
+
+    def named(self, names: Mapping[str, str]) -> Fields:
+        """Return the same fields, some of which have other names in the object."""
+        return Fields(self._values, self.where, {**self._names, **names})
+
+    def _name(self, key: str) -> str:
+        return self._names.get(key, key)
 
     def _checked(self, key: str, kind: Kind, default: object) -> Any:
         try:
@@ -162,7 +181,7 @@ class Fields:
             raise self.error(key, str(bad)) from None
 
     def _get(self, key: str, default: object) -> Any:
-        value = self._values.get(key)
+        value = self.raw(key)
         if value is not None:
             return value
         if default is None:

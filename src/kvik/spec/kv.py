@@ -21,8 +21,8 @@ class StateSpec:
         bias: the convolution has biases.
         key_heads, value_heads, key_dim, value_dim: of a recurrence after it, which keeps a matrix
             [key_dim, value_dim] for each value head; all 0: none.
-        gates: numbers that each value head reads per token: 2 in a gated delta net, 1 in a state
-            space.
+        gates: numbers that each value head reads per token: 2 in a gated delta net, 1 + key_dim in
+            one whose states' rows each have their own decay, 1 in a state space.
         drafts: most drafts in a step, whose inputs it keeps until they are accepted or rejected.
     """
 
@@ -50,6 +50,16 @@ class StateSpec:
         """Return the state of a layer whose queries, keys and values are convolved."""
         channels = 2 * key_heads * key_dim + value_heads * value_dim
         return StateSpec(channels, width, bias, key_heads, value_heads, key_dim, value_dim, gates)
+
+    @property
+    def delta(self) -> bool:
+        """Whether the recurrence is the gated delta rule, not a state space."""
+        return self.gates > 1
+
+    @property
+    def decays(self) -> int:
+        """Decays of each value head."""
+        return self.gates - self.delta
 
     @property
     def values(self) -> int:
@@ -81,7 +91,7 @@ class StateSpec:
         """Operations per token: of the convolution, and of the recurrence, in which each number of
         the matrices decays, is updated, and is multiplied by a query, and by the delta rule also by
         a key."""
-        return 2 * self.width * self.channels + (3 + 2 * self.gates) * self.matrices
+        return 2 * self.width * self.channels + (7 if self.delta else 5) * self.matrices
 
     @property
     def step_width(self) -> int:

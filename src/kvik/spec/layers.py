@@ -288,6 +288,15 @@ def latent_layers(
     Args:
         interleaved: see `read_rope`; or the key that decides (true if absent).
     """
+    latent = read_latent(fields)
+    if isinstance(interleaved, str):
+        interleaved = fields.boolean(interleaved, True)
+    rope = read_rope(fields, positions, interleaved=interleaved)
+    return (LayerSpec(None, rope, latent=latent),) * layers
+
+
+def read_latent(fields: Fields) -> LatentSpec:
+    """Return the sizes of latent attention."""
     rank = fields.integer("kv_lora_rank", 1, MAX_LATENT_WIDTH, 512)
     turned = fields.integer("qk_rope_head_dim", 2, MAX_LATENT_WIDTH, 64)
     if turned % 2:
@@ -297,17 +306,13 @@ def latent_layers(
         raise fields.error("kv_lora_rank", message)
     # null: queries are computed from the hidden state, as in DeepSeek-V2-Lite
     has_rank = not fields.is_null("q_lora_rank")
-    latent = LatentSpec(
+    return LatentSpec(
         rank,
         turned,
         fields.integer("qk_nope_head_dim", 1, MAX_LATENT_WIDTH, 128),
         fields.integer("v_head_dim", 1, MAX_LATENT_WIDTH, 128),
         fields.integer("q_lora_rank", 1, MAX_QUERY_RANK, 1536) if has_rank else None,
     )
-    if isinstance(interleaved, str):
-        interleaved = fields.boolean(interleaved, True)
-    rope = read_rope(fields, positions, interleaved=interleaved)
-    return (LayerSpec(None, rope, latent=latent),) * layers
 
 
 def read_window(fields: Fields) -> Window | None:

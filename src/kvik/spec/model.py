@@ -257,9 +257,10 @@ class ModelFacts:
 
     @property
     def latent(self) -> LatentSpec | None:
-        """The latent attention of its layers, the same for all; None: keys and values of heads.
-        With latent attention, `num_kv_heads` is 1 and `head_dim` is the cached width of a token."""
-        return self.layers[0].latent if self.layers else None
+        """The latent attention of its layers, the same for all that attend; None: keys and values
+        of heads. With latent attention, `num_kv_heads` is 1 and `head_dim` is the cached width of a
+        token."""
+        return next((layer.latent for layer in self.layers if layer.latent), None)
 
     def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec | None]:
         """Return what each layer stores per token, at `dtype_bytes` for each number; None: it has

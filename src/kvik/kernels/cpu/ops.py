@@ -280,6 +280,7 @@ class _Operations:
             decay=heads.decay,
             bias=heads.bias,
             skip=heads.skip,
+            by_row=heads.by_row,
             beta_scale=heads.beta_scale,
             state=state,
             log=log,

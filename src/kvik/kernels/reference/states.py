@@ -81,7 +81,7 @@ def _token_by_token(
     q, k, v, beta, decay = head_inputs(x, gates, heads, s)
     y = torch.empty(v.shape, dtype=x.dtype, device=x.device)
     for t in range(len(x)):
-        s = s * decay[t, :, None, None].exp()
+        s = s * decay[t, :, :, None].exp()
         new = v[t] if heads.skip is not None else v[t] - (s * k[t, :, :, None]).sum(1)
         change = beta[t, :, None] * new
         s = s + k[t, :, :, None] * change[:, None, :]
@@ -100,26 +100,26 @@ def head_inputs(
 
     Returns:
         q, k [tokens, value_heads, key_dim] with the scale of scores, v [tokens, value_heads,
-        value_dim], then [tokens, value_heads] each: beta, the factor of the change, and the
-        logarithm of the decay of the state.
+        value_dim], beta [tokens, value_heads], the factor of the change, and the logarithm of the
+        decay [tokens, value_heads, 1 or key_dim] of the state or of each of its rows.
     """
     value_heads, key_dim, value_dim = state.shape
     keys, values = heads.key_heads * key_dim, value_heads * value_dim
     group = value_heads // heads.key_heads
     if heads.skip is None:
         q, k, v = x.float().split((keys, keys, values), 1)
-        b, a = gates.float().chunk(2, 1)
+        b, a = gates.float().tensor_split((value_heads,), 1)
     else:
         v, k, q = x.float().split((values, keys, keys), 1)
         a = gates.float()
     q, k = (part.reshape(-1, heads.key_heads, key_dim) for part in (q, k))
-    step = F.softplus(a + heads.bias)
+    step = F.softplus(a + heads.bias).unflatten(1, (value_heads, -1))
     if heads.skip is None:
         q, k, beta = _unit(q) * key_dim**-0.5, _unit(k), heads.beta_scale * torch.sigmoid(b)
     else:
-        beta = step
+        beta = step[..., 0]
     q, k = (part.repeat_interleave(group, 1) for part in (q, k))
-    return q, k, v.reshape(-1, value_heads, value_dim), beta, -heads.decay.exp() * step
+    return q, k, v.reshape(-1, value_heads, value_dim), beta, -heads.decay.exp()[:, None] * step
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -139,14 +139,27 @@ def inputs_at(own, head, skip, key_heads, value_heads, key_dim, value_dim):
 
 
 @triton.jit
+def softplus(x):
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
 def gates_at(gate, rate, offset, beta_scale, skip, value_heads):
     """The factor of a change and the logarithm of the decay, by a head's gates at `gate`."""
     alpha = tl.load(gate + value_heads if skip is None else gate).to(tl.float32) + offset
-    step = tl.maximum(alpha, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(alpha)))
+    step = softplus(alpha)
     beta = step
     if skip is None:
         beta = beta_scale * sigmoid(tl.load(gate).to(tl.float32))
     return beta, -rate * step
+
+
+@triton.jit
+def row_gates_at(gate, rate, offset, beta_scale, head, key, value_heads, key_dim):
+    """The same, with the logarithm of the decay of each row of the state."""
+    alpha_at = gate + value_heads + head * (key_dim - 1) + key
+    alpha = tl.load(alpha_at, mask=key < key_dim, other=0.0).to(tl.float32) + offset
+    return beta_scale * sigmoid(tl.load(gate).to(tl.float32)), -rate * softplus(alpha)
 
 
 @triton.jit
@@ -160,16 +173,20 @@ def state_at(state, row, head, key, at, state_stride, key_dim, value_dim):
 @triton.jit
 def pass_token(
     s, own, gate, head, key, at, rate, offset, beta_scale, skip,
-    key_heads, value_heads, key_dim, value_dim, scale, eps,
+    key_heads, value_heads, key_dim, value_dim, scale, eps, BY_ROW: tl.constexpr,
 ):  # fmt: skip
     """Take a head's state [KEYS, BLOCK] through one token, with inputs at `own` and gates at
-    `gate`. Returns the state and the output [BLOCK]."""
+    `gate`; `offset` is [KEYS] if BY_ROW. Returns the state and the output [BLOCK]."""
     q_at, k_at, v_at = inputs_at(own, head, skip, key_heads, value_heads, key_dim, value_dim)
     q = tl.load(q_at + key, mask=key < key_dim, other=0.0).to(tl.float32)
     k = tl.load(k_at + key, mask=key < key_dim, other=0.0).to(tl.float32)
     v = tl.load(v_at + at, mask=at < value_dim, other=0.0).to(tl.float32)
-    beta, lost = gates_at(gate, rate, offset, beta_scale, skip, value_heads)
-    s = s * tl.exp(lost)
+    if BY_ROW:
+        beta, lost = row_gates_at(gate, rate, offset, beta_scale, head, key, value_heads, key_dim)
+        s = s * tl.exp(lost)[:, None]
+    else:
+        beta, lost = gates_at(gate, rate, offset, beta_scale, skip, value_heads)
+        s = s * tl.exp(lost)
     if skip is None:
         q = q * tl.rsqrt(tl.sum(q * q, 0) + eps) * scale
         k = k * tl.rsqrt(tl.sum(k * k, 0) + eps)
@@ -280,7 +297,7 @@ def recurrence_kernel(
     x, gates, decay, bias, skip, state, log, starts, lengths, rows, pending, drafts, out,
     x_stride, gates_stride, state_stride, log_stride, gates_width,
     key_heads, value_heads, key_dim, value_dim, scale, eps, beta_scale,
-    KEYS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr,
+    KEYS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, BY_ROW: tl.constexpr,
 ):  # fmt: skip
     """grid [sequences, value heads, blocks of columns]; for the arguments see `Ops.recurrence`.
     Leaves out sequences that take chunks. The log is only read."""
@@ -292,14 +309,17 @@ def recurrence_kernel(
     if (row >= 0) & (count > 0) & (not in_chunks(count, pending, drafts, sequence, LONG)):
         s = tl.load(kept, mask=both & old, other=0.0)
         rate = tl.exp(tl.load(decay + head))
-        offset = tl.load(bias + head)
+        if BY_ROW:
+            offset = tl.load(bias + head * key_dim + key, mask=key < key_dim, other=0.0)
+        else:
+            offset = tl.load(bias + head)
         if pending is not None:
             width = 2 * key_heads * key_dim + value_heads * value_dim
             own = log + row.to(tl.int64) * log_stride
             for _ in range(0, tl.load(pending + sequence)):
                 s, _ = pass_token(
                     s, own, own + width + head, head, key, at, rate, offset, beta_scale, skip,
-                    key_heads, value_heads, key_dim, value_dim, scale, eps,
+                    key_heads, value_heads, key_dim, value_dim, scale, eps, BY_ROW,
                 )  # fmt: skip
                 own += width + gates_width
         for i in range(0, count):
@@ -307,7 +327,7 @@ def recurrence_kernel(
             s, y = pass_token(
                 s, x + token * x_stride, gates + token * gates_stride + head, head, key, at,
                 rate, offset, beta_scale, skip,
-                key_heads, value_heads, key_dim, value_dim, scale, eps,
+                key_heads, value_heads, key_dim, value_dim, scale, eps, BY_ROW,
             )  # fmt: skip
             to = out + token * value_heads * value_dim + head * value_dim + at
             tl.store(to, y.to(out.dtype.element_ty), mask=at < value_dim)
@@ -420,11 +440,13 @@ def recurrence(
     factors = (key_dim**-0.5, UNIT_EPS, heads.beta_scale)
     keys = power_of_two(key_dim)
     block, blocks = in_blocks(value_dim, COLUMNS)
-    long = LONG if x.dtype == torch.bfloat16 else NEVER
+    # Chunks are for one decay of a state: with one of each row, two tokens have one for each row.
+    long = LONG if x.dtype == torch.bfloat16 and not heads.by_row else NEVER
     launch(
         recurrence_kernel, (len(sequences.rows), value_heads, blocks),
         (*inputs, log, *places, *drafted, out),
-        (*strides, log.stride(0), gates.shape[1], *sizes, *factors), (keys, block, long),
+        (*strides, log.stride(0), gates.shape[1], *sizes, *factors),
+        (keys, block, long, heads.by_row),
     )  # fmt: skip
     if sequences.longest >= long:
         launch(
