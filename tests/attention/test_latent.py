@@ -82,15 +82,26 @@ class Sequences:
         free = torch.randperm(len(kv.k), generator=g).int()
         self.tables = free[: sum(blocks)].split(blocks)
 
-    def run(self, backend: AttentionBackend, *, tree: bool) -> list[Tensor]:
-        """Compute the cached tokens in a separate step, and return the results of the new
-        tokens."""
+    def run(
+        self,
+        backend: AttentionBackend,
+        *,
+        tree: bool,
+        choice: list[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """Compute the cached tokens in a separate step, and return the results of the new tokens,
+        which read the keys of `choice`."""
         if any(cached for cached, _ in self.sequences):
             self.step(backend, [(0, cached) for cached, _ in self.sequences], tree=False)
-        return self.step(backend, self.sequences, tree=tree)
+        return self.step(backend, self.sequences, tree=tree, choice=choice)
 
     def step(
-        self, backend: AttentionBackend, spans: list[tuple[int, int]], *, tree: bool
+        self,
+        backend: AttentionBackend,
+        spans: list[tuple[int, int]],
+        *,
+        tree: bool,
+        choice: list[Tensor] | None = None,
     ) -> list[Tensor]:
         taken = [i for i, (_, new) in enumerate(spans) if new]
         parts = [(i, slice(spans[i][0], sum(spans[i]))) for i in taken]
@@ -124,16 +135,32 @@ class Sequences:
         rotation = there(torch.cat([self.rotations[i][own] for i, own in parts]))
         metadata, spec = backend.plan(layout, None), AttentionSpec(SCALE)
         up, k_rope = up_of(backend._ops, self.where), k_rope[:, None]
+        chosen = None if choice is None else [places.to(self.where) for places in choice]
         out = backend.run_latent(
-            AttendLatent(q, q_rope, latent, k_rope, up, self.kv, metadata, spec, rotation)
+            AttendLatent(q, q_rope, latent, k_rope, up, self.kv, metadata, spec, rotation, chosen)
         )
         assert out.shape == (sum(counts), HEADS, VALUE)
         return list(out.cpu().split(counts))
 
-    def expected(self, dtype: torch.dtype, *, tree: bool) -> list[Tensor]:
-        """Return the results by definition; `dtype` is that of the cache."""
-        found = []
+    def visible(self, *, tree: bool) -> list[Tensor]:
+        """Return which keys the new tokens of each sequence see, [new, cached + new] bool."""
+        masks = []
         for i, (cached, new) in enumerate(self.sequences):
+            visible = torch.ones(new, cached + new, dtype=torch.bool).tril(cached)
+            if tree and i + 1 == len(self.sequences):
+                among = torch.tensor(TREE)[:, None] >> torch.arange(new) & 1
+                visible[:, cached:] = among.bool()
+            masks.append(visible)
+        return masks
+
+    def expected(self, dtype: torch.dtype, masks: list[Tensor]) -> list[Tensor]:
+        """Return the results by definition.
+
+        Args:
+            dtype: of the cache. masks: which keys are read, as from `visible`.
+        """
+        found = []
+        for i, (cached, _) in enumerate(self.sequences):
             q_rope, k_rope = rotary(
                 self.q[i][..., NOPE:], self.rows[i][:, None, RANK:], self.rotations[i]
             )
@@ -142,16 +169,12 @@ class Sequences:
             stored = rows.to(dtype) if dtype.itemsize > 1 else None
             rows = unround_vectors(*round_vectors(rows, dtype)) if stored is None else stored
             rows = rows.double()
-            visible = torch.ones(new, cached + new, dtype=torch.bool).tril(cached)
-            if tree and i + 1 == len(self.sequences):
-                among = torch.tensor(TREE)[:, None] >> torch.arange(new) & 1
-                visible[:, cached:] = among.bool()
             to_keys, to_values = (weight.double() for weight in weights())
             keys = torch.einsum("kr,hrn->khn", rows[:, :RANK], to_keys)
             keys = torch.cat((keys, rows[:, None, RANK:].expand(-1, HEADS, -1)), 2)
             values = torch.einsum("kr,hvr->khv", rows[:, :RANK], to_values)
             scores = torch.einsum("qhd,khd->hqk", q, keys) * SCALE
-            shares = scores.masked_fill(~visible, -torch.inf).softmax(2)
+            shares = scores.masked_fill(~masks[i], -torch.inf).softmax(2)
             found.append(torch.einsum("hqk,khv->qhv", shares, values))
         return found
 
@@ -186,12 +209,40 @@ def test_matches_the_definition(name: str, case: str, format: str) -> None:
     kv = allocated(CASES[case], format, where)
     assert kv.v.numel() == 0
     sequences, tree = Sequences(CASES[case], kv, where), case == "tree"
-    found = sequences.run(backend, tree=tree)
+    masks = sequences.visible(tree=tree)
+    check(sequences.run(backend, tree=tree), sequences.expected(KV_FORMATS[format], masks), format)
+
+
+def check(found: list[Tensor], expected: list[Tensor], format: str) -> None:
     exact = format == "fp32"
-    for got, expected in zip(found, sequences.expected(KV_FORMATS[format], tree=tree), strict=True):
+    for got, right in zip(found, expected, strict=True):
         torch.testing.assert_close(
-            got.double(), expected, rtol=1e-4 if exact else 1e-3, atol=5e-6 if exact else 1e-4
+            got.double(), right, rtol=1e-4 if exact else 1e-3, atol=5e-6 if exact else 1e-4
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "format"),
+    [
+        *product(NAMES, ("mixed", "tree"), ("fp32", "int8")),
+        *(("cpu", "mixed", format) for format in ("fp8", "bf16") if "cpu" in NAMES),
+        ("triton", "decode", "fp32"),
+    ],
+)
+def test_only_chosen_keys_are_read(name: str, case: str, format: str) -> None:
+    backend = backend_of(name)
+    where = device() if name.startswith("triton") else torch.device("cpu")
+    kv, tree = allocated(CASES[case], format, where), case == "tree"
+    sequences = Sequences(CASES[case], kv, where)
+    g = torch.Generator().manual_seed(1)
+    masks = sequences.visible(tree=tree)
+    for mask in masks:
+        own = torch.arange(len(mask)), torch.arange(mask.shape[1] - len(mask), mask.shape[1])
+        mask.logical_and_(torch.rand(mask.shape, generator=g) < 0.4)
+        mask[own] = True  # at least one
+    choice = [row.nonzero()[:, 0] for mask in masks for row in mask]
+    found = sequences.run(backend, tree=tree, choice=choice)
+    check(found, sequences.expected(KV_FORMATS[format], masks), format)
 
 
 @pytest.mark.skipif(not TRITON, reason=NO_TRITON)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from helpers import tiny_models
 from helpers.model_cases import BESIDE, H1_FACTORS
-from helpers.tiny_models import DELTA, KIMI
+from helpers.tiny_models import DELTA, INDEXED, KIMI
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,8 +22,8 @@ from kvik.quantize.quantised import BlockResult
 from kvik.quantize.recipe import Recipe
 from kvik.quantize.source import keeping_floats
 
-# All experts of a layer are active, because in a random model a different choice of experts matters
-# more than rounding.
+# All experts of a layer are active, and indexers choose all keys, because in a random model a
+# different choice matters more than rounding.
 LATENT = {
     **tiny_models.LATENT,
     **{"q_lora_rank": 16, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 10},
@@ -134,6 +134,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "Qwen3_5": STATES,
     "OlmoHybrid": STATES,
+    "GlmMoeDsa": {
+        **{**LATENT, **INDEXED, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_rope_head_dim": 8},
+        **{"v_head_dim": 10, "n_routed_experts": 6, "num_experts_per_tok": 6, "head_dim": 8},
+        "index_topk": 4096,
+    },
     "KimiLinear": {
         **KIMI,
         **{"kv_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 10, "linear_head_dim": 16},
@@ -166,6 +171,7 @@ LEFT: dict[str, set[str]] = {
     "Lfm3": {"gate_proj"},
     "Qwen3_5": {"in_proj_a", "in_proj_b"},
     "OlmoHybrid": {"a_proj", "b_proj"},
+    "GlmMoeDsa": {"gate", "kv_b_proj", "weights_proj"},
     "KimiLinear": {
         *("gate", "kv_b_proj", "b_proj"),
         *("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"),

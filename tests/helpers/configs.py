@@ -254,6 +254,17 @@ PUBLIC: dict[str, dict[str, Any]] = {
             "head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4,
         },
     ),
+    "DeepSeek-V3.2": config(
+        "DeepseekV32ForCausalLM",
+        vocab=129280, hidden=7168, inner=18432, layers=61, heads=128, kv_heads=128,
+        positions=163840, first_k_dense_replace=3, q_lora_rank=1536, index_n_heads=64,
+        index_head_dim=128, index_topk=2048,
+    ),
+    "GLM-5": config(
+        "GlmMoeDsaForCausalLM",
+        vocab=154880, hidden=6144, inner=12288, layers=78, heads=64, kv_heads=64, positions=202752,
+        q_lora_rank=2048, index_n_heads=32,
+    ),
     "FlexOlmo-7x7B": config(
         "FlexOlmoForCausalLM",
         vocab=100352, hidden=4096, inner=11008, layers=32, heads=32, kv_heads=32, positions=4096,

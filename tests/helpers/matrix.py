@@ -247,6 +247,14 @@ ROWS = model_config(  # delta nets whose states' rows decay by their own gates; 
     linear_head_dim=12, moe_intermediate_size=32, num_experts=8, num_experts_per_token=3,
     num_expert_group=2, topk_group=1, torch_dtype="float32",
 )  # fmt: skip
+INDEXED = {  # the same, over the keys that an indexer or the layer before has chosen
+    **LATENT,
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "index_n_heads": 6,
+    "index_head_dim": 24,
+    "index_topk": 20,
+    "indexer_types": ["full", "shared", "full"],
+}
 
 BESIDE = model_config(  # attention and Mamba-2 in each layer
     "FalconH1ForCausalLM",
@@ -283,7 +291,7 @@ def make_model(name: str, folder: Path) -> dict[str, object]:
     if name == "bundled":
         return {"model": BUNDLED}
     configs = {"latent": LATENT, "capped": CAPPED, "chunked": CHUNKED, "states": STATES}
-    configs |= {"spaces": SPACES, "beside": BESIDE, "rows": ROWS}
+    configs |= {"spaces": SPACES, "beside": BESIDE, "rows": ROWS, "indexed": INDEXED}
     config = configs.get(name, WINDOWED)
     (folder / "config.json").write_text(json.dumps(config))
     return {"model": str(folder), "load_format": "random", "seed": 3}

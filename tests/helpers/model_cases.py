@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from helpers.tiny_models import DELTA, KIMI, LATENT, LLAMA4
+from helpers.tiny_models import DELTA, INDEXED, KIMI, LATENT, LLAMA4
 
 
 def rope(**parameters: Any) -> dict[str, Any]:
@@ -487,6 +487,22 @@ CASES = {
         n_group=4,
         topk_group=2,
         norm_topk_prob=False,
+        rms_norm_eps=0.1,
+    ),
+    "deepseek3.2": case("DeepseekV32", INDEXED),
+    "deepseek3.2-yarn-all-keys": case(
+        "DeepseekV32",
+        INDEXED,
+        rope(**YARN, factor=4.0, mscale=1.0, mscale_all_dim=0.8),
+        index_topk=100,
+        attention_bias=True,
+    ),
+    "glm-5": case("GlmMoeDsa", INDEXED),
+    "glm-5-shared": case(
+        "GlmMoeDsa",
+        INDEXED,
+        indexer_types=["full", "shared", "full"],
+        tie_word_embeddings=True,
         rms_norm_eps=0.1,
     ),
     "falcon-h1": case("FalconH1", BESIDE, H1_FACTORS),

@@ -89,6 +89,14 @@ KIMI: dict[str, Any] = {  # of Kimi Linear
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
 
+INDEXED: dict[str, Any] = {  # of DeepSeek V3.2 and GLM-5: each query reads ten keys
+    **LATENT,
+    "index_n_heads": 8,
+    "index_head_dim": 24,
+    "index_topk": 10,
+    "head_dim": 16,
+}
+
 
 # Families that also read images -> their encoders, as small as possible.
 _VISION = {"depth": 1, "num_heads": 2, "patch_size": 2}

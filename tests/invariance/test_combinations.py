@@ -25,6 +25,7 @@ from kvik.errors import KvikError
 
 NAMES = (
     *("bundled", "windowed", "capped", "chunked", "latent", "states", "spaces", "beside"),
+    *("rows", "indexed"),
     *("adapted capped", "adapted windowed experts"),
 )
 PLAIN: dict[str, object] = {}

@@ -98,14 +98,17 @@ REPLAYED += ("stages", "stages of groups")
 CASES = [("bundled", column) for column in COLUMNS if column.name not in (*IN_PROCESSES, *REPLAYED)]
 CASES += [
     (name, BY_NAME[column])
-    for name in ("windowed", "capped", "chunked", "latent", "adapted windowed")
+    for name in ("windowed", "capped", "chunked", "latent", "indexed", "adapted windowed")
     for column in ("exact", "fast")
 ]
 CASES += [
     ("states", BY_NAME[column])
     for column in ("exact", "fast, drafts by ngram", "stages, drafts by ngram", "stages, disk tier")
 ]
-CASES += [(name, BY_NAME["stages of groups"]) for name in ("capped", "latent", "adapted capped")]
+CASES += [
+    (name, BY_NAME["stages of groups"])
+    for name in ("capped", "latent", "indexed", "adapted capped")
+]
 
 
 @pytest.mark.full

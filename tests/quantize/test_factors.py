@@ -123,6 +123,7 @@ def test_outputs_do_not_change(tmp_path: Path, family: str, index: int) -> None:
         "NanoChat": (1,),  # its norms have no gains
         "Qwen3_5": (5, 4),
         "OlmoHybrid": (5, 2),
+        "GlmMoeDsa": (9,),
         "KimiLinear": (5, 3 + 1 + 2 * 6 + 2),
         "Qwen3Next": (3 + 2 + 2 * 6 + 2, 2 + 2 + 2 * 6 + 2),
     }

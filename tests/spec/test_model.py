@@ -50,6 +50,8 @@ from kvik.spec.visible_keys import Window
         ("OLMo-7B", 6_888_095_744),
         ("OLMo-Hybrid-7B", 7_430_870_688),
         ("Kimi-Linear-48B-A3B", 49_122_681_728),
+        ("DeepSeek-V3.2", 671_877_944_064),
+        ("GLM-5", 743_911_218_432),
         ("FlexOlmo-7x7B", 33_270_665_216),
         ("VaultGemma-1B", 1_038_741_120),
         ("Falcon-H1-0.5B", 521_411_104),

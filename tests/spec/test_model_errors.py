@@ -81,7 +81,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
     ({"head_dim": 578}, "head_dim"),
     ({"hidden_size": 1156, "num_attention_heads": 2}, "num_attention_heads"),
-    ({"architectures": ["DeepseekV32ForCausalLM"]}, "architectures"),
     ({"architectures": ["DeepseekV4ForCausalLM"]}, "architectures"),
     ({"index_topk": 2048}, "index_topk"),
     ({"layer_types": ["full_attention"] * 3 + ["deepseek_sparse_attention"]}, "layer_types"),
@@ -142,6 +141,19 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
     (of("OlmoHybrid", linear_num_value_heads=3), "linear_num_value_heads"),
     (of("OlmoHybrid", linear_allow_neg_eigval=1), "linear_allow_neg_eigval"),
     (of("OlmoHybrid", layer_types=["linear_attention"] * 4), "layer_types"),
+    (of("DeepseekV32", q_lora_rank=None), "q_lora_rank"),
+    (of("DeepseekV32", index_head_dim=32), "index_head_dim"),
+    (of("DeepseekV32", index_topk=0), "index_topk"),
+    (of("DeepseekV32", layer_types=["full_attention"] * 4), "layer_types"),
+    (of("DeepseekV32", compress_ratios=[4]), "compress_ratios"),
+    *(
+        (of("GlmMoeDsa", **{key: value}), key)
+        for key, value in (
+            *(("indexer_types", kinds) for kinds in (["full"], ["shared"] + ["full"] * 3, [1] * 4)),
+            *(("index_topk_pattern", pattern) for pattern in ("FSS", "SFFF", "FFXX")),
+            *(("index_topk_freq", 0), ("index_skip_topk_offset", -1)),
+        )
+    ),
     (of("KimiLinear", mla_use_nope=False), "mla_use_nope"),
     (of("KimiLinear", moe_router_activation_func="softmax"), "moe_router_activation_func"),
     (of("KimiLinear", num_expert_group=3), "num_expert_group"),

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from kvik.attention.indexed import Indexed, choose_keys, index_keys
 from kvik.errors import ConfigError
 from kvik.frozen import frozen
 from kvik.kernels.kv_rounding import movable, round_vectors, unround_vectors
 from kvik.kernels.ops import Ops, Sequences
 from kvik.kernels.weights import Matrix
+from kvik.spec.kv import COPIED
 from kvik.spec.visible_keys import Window
 
 
@@ -62,6 +66,12 @@ class StepLayout:
         """Return the first key that the queries of a sequence see, apart from windows."""
         return self.firsts[sequence] if self.firsts else 0
 
+    def slots(self, sequence: int) -> Tensor:
+        """Return the KV positions of the keys of a sequence, [keys] int64."""
+        places = torch.arange(self.contexts[sequence], device=self.slot_mapping.device)
+        blocks = self.block_table[sequence].index_select(0, places // self.block_size)
+        return blocks.long() * self.block_size + places % self.block_size
+
     @property
     def sequences(self) -> Sequences:
         """Return the sequences for layers that keep a state."""
@@ -87,6 +97,8 @@ class LayerKV:
             (kernels/kv_rounding.py); None: they are floats, of any dtype.
         queries: [slots, last, heads, head_dim] fp32, the last queries of each request, scaled; the
             query of position p is in row p % last. None: the layer keeps all tokens.
+        index: [num_blocks, block_size, 1, dim], the key of an indexer of each token; None: the
+            layer has none.
     """
 
     k: Tensor
@@ -94,6 +106,7 @@ class LayerKV:
     k_scales: Tensor | None = None
     v_scales: Tensor | None = None
     queries: Tensor | None = None
+    index: Tensor | None = None
 
     @property
     def latent(self) -> bool:
@@ -104,7 +117,7 @@ class LayerKV:
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors, in dtypes that can be copied: each [num_blocks, block_size, ...]."""
         values = (None, None) if self.latent else (self.v, self.v_scales)
-        every = (self.k, values[0], self.k_scales, values[1])
+        every = (self.k, values[0], self.k_scales, values[1], self.index)
         return tuple(movable(tensor) for tensor in every if tensor is not None)
 
 
@@ -283,6 +296,8 @@ class AttendLatent:
         up: projections to keys and values.
         kv, metadata, spec: see `Attend`; no norms.
         rotation: [tokens, rope] fp32, only for q_rope and k_rope; None: no rotation.
+        choice: for each token the places in its sequence of the keys that it reads, ascending;
+            None: it reads all that it sees.
     """
 
     q: Tensor
@@ -294,6 +309,7 @@ class AttendLatent:
     metadata: AttentionMetadata
     spec: AttentionSpec
     rotation: Tensor | None
+    choice: Sequence[Tensor] | None = None
 
     def turned(self, ops: Ops) -> tuple[Tensor, Tensor]:
         """Return q_rope and k_rope rotated."""
@@ -362,8 +378,97 @@ class AttentionBackend:
         Returns:
             [tokens, heads, value].
         """
+        if attend.choice is not None:
+            return self.run_chosen(attend, attend.choice)
         means = self.run(attend.joined(self._ops))[..., : attend.up.rank]
         return attend.up.to_values(self._ops, means)
+
+    def choose(self, of: Indexed, kv: LayerKV, layout: StepLayout) -> list[Tensor]:
+        """Write the keys of a layer's indexer into the cache, and return what it chooses; see
+        `AttendLatent.choice`. Nothing: each token reads all that it sees."""
+        assert kv.index is not None
+        index_keys(self._ops, of, kv.index, layout)
+        return choose_keys(of, kv.index, layout)
+
+    def run_chosen(self, attend: AttendLatent, choice: Sequence[Tensor]) -> Tensor:
+        """Do the same over some keys: they are copied to a cache of their own, in which each token
+        has a sequence, so that kernels need not know of the choice."""
+        layout, rank = attend.metadata.layout, attend.up.rank
+        q_rope, k_rope = attend.turned(self._ops)
+        self.store_latents(attend.latent, k_rope, attend.kv, layout.slot_mapping)
+        q = attend.up.into_queries(self._ops, attend.q)  # [tokens, heads, rank]
+        means = torch.empty_like(q)
+        slots: list[Tensor] = []  # of each token's sequence
+        for seq, length in enumerate(layout.num_scheduled):
+            slots += [layout.slots(seq)] * length
+        for first in range(0, len(choice), COPIED):
+            part = slice(first, first + COPIED)
+            at = [own[places] for own, places in zip(slots[part], choice[part], strict=True)]
+            kv, copied = self._copy_of(attend.kv, at, rank)
+            metadata = self.plan(copied, None)
+            means[part] = self.means(q[part], q_rope[part], kv, metadata, attend.spec)
+        return attend.up.to_values(self._ops, means)
+
+    def _copy_of(self, kv: LayerKV, at: Sequence[Tensor], rank: int) -> tuple[LayerKV, StepLayout]:
+        """Copy latent vectors to another cache of the same format, in which they have the same
+        bits: rounding them again changes nothing.
+
+        Args:
+            at: KV positions of the keys of each token, which becomes a sequence.
+            rank: of the vectors.
+        """
+        counts, size = [len(slots) for slots in at], kv.k.shape[1]
+        blocks = -(-max(counts) // size)  # of a sequence
+        rows = self.keys(kv, torch.cat(list(at)))  # [keys, 1, width]
+        each = partial(torch.tensor, dtype=torch.int32, device=rows.device)
+        layout = StepLayout(
+            query_start_loc=each(range(len(at) + 1)),
+            seq_lens=each(counts),
+            block_table=each(range(len(at) * blocks)).view(len(at), blocks),
+            slot_mapping=torch.cat(
+                [
+                    torch.arange(count, device=rows.device) + i * blocks * size
+                    for i, count in enumerate(counts)
+                ]
+            ),
+            num_scheduled=(1,) * len(at),
+            contexts=tuple(counts),
+            block_size=size,
+        )
+        shape = len(at) * blocks, size, 1
+        k, scales = _zeros_like(kv.k, *shape, rows.shape[2]), None
+        if kv.k_scales is not None:
+            scales = _zeros_like(kv.k_scales, *shape)
+        values = None if scales is None else scales[..., :0]
+        copy = LayerKV(k, k[..., :0], scales, values)
+        self.store_latents(rows[:, 0, :rank], rows[..., rank:], copy, layout.slot_mapping)
+        return copy, layout
+
+    def store_latents(
+        self, latent: Tensor, k_rope: Tensor, kv: LayerKV, slot_mapping: Tensor
+    ) -> None:
+        """Write latent [tokens, rank] and k_rope [tokens, 1, rope] into the cache."""
+        k = torch.cat((latent[:, None], k_rope), 2)
+        store(self._ops, k, k[..., :0], kv, slot_mapping)
+
+    def means(
+        self,
+        q: Tensor,
+        q_rope: Tensor,
+        kv: LayerKV,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+    ) -> Tensor:
+        """Attend over the latent vectors in a cache.
+
+        Args:
+            q: [tokens, heads, rank]. q_rope: [tokens, heads, rope], rotated.
+
+        Returns:
+            Means of latent vectors, [tokens, heads, rank].
+        """
+        whole = torch.cat((q, q_rope), 2)
+        return self.run(Attend(whole, None, None, kv, metadata, spec))[..., : q.shape[2]]
 
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
         """Copy the cached keys and values of some tokens to other positions.
@@ -373,8 +478,7 @@ class AttentionBackend:
                 source[j] for any j > i.
         """
         for tensor in kv.tensors:
-            tokens = tensor.flatten(0, 1)
-            tokens.index_copy_(0, target, tokens.index_select(0, source))
+            move_tokens(tensor, source, target)
 
     def keys(self, kv: LayerKV, at: Tensor) -> Tensor:
         """Return the cached keys of some tokens, [n, kv_heads, head_dim] fp32.
@@ -386,6 +490,18 @@ class AttentionBackend:
 
 
 # Writing and reading the cache in any of its formats, with torch's operations.
+
+
+def _zeros_like(stored: Tensor, *shape: int) -> Tensor:
+    """Return zeros of the dtype of `stored`, which torch may be unable to fill."""
+    zeros = movable(stored).new_zeros(shape)
+    return zeros.view(stored.dtype)
+
+
+def move_tokens(stored: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy what a tensor of a `LayerKV` holds of some tokens; see `AttentionBackend.move`."""
+    tokens = stored.flatten(0, 1)
+    tokens.index_copy_(0, target, tokens.index_select(0, source))
 
 
 def store(

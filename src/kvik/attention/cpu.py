@@ -19,6 +19,7 @@ from kvik.attention.base import (
     BackendCaps,
     LayerKV,
     StepLayout,
+    move_tokens,
 )
 from kvik.kernels.cpu.native import Argument, Native
 from kvik.kernels.ops import Ops
@@ -66,29 +67,45 @@ class CpuAttention(AttentionBackend):
         )
 
     def run_latent(self, attend: AttendLatent) -> Tensor:
+        if attend.choice is not None:
+            return self.run_chosen(attend, attend.choice)
         return self.run_latent_by(self._ops, attend)
 
     def run_latent_by(self, ops: Ops, attend: AttendLatent) -> Tensor:
         """Do the same as `run_latent`, with other operations for products with the matrices of
         heads."""
         q_rope, k_rope = attend.turned(ops)
-        latent, kv, layout = attend.latent, attend.kv, attend.metadata.layout
+        self.store_latents(attend.latent, k_rope, attend.kv, attend.metadata.layout.slot_mapping)
+        q = attend.up.into_queries(ops, attend.q)
+        means = self.means(q, q_rope, attend.kv, attend.metadata, attend.spec)
+        return attend.up.to_values(ops, means)
+
+    def store_latents(
+        self, latent: Tensor, k_rope: Tensor, kv: LayerKV, slot_mapping: Tensor
+    ) -> None:
         self.native.launch(
             "store_latent",
             latent=latent,
             rope=k_rope,
             cache=kv.k,
             scales=kv.k_scales,
-            slot_mapping=layout.slot_mapping,
+            slot_mapping=slot_mapping,
             latent_dim=latent.shape[1],
             head_dim=kv.k.shape[3],
-            block_size=layout.block_size,
+            block_size=kv.k.shape[1],
             kv_dtype=kv.k.dtype,
         )
-        q = attend.up.into_queries(ops, attend.q)
+
+    def means(
+        self,
+        q: Tensor,
+        q_rope: Tensor,
+        kv: LayerKV,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+    ) -> Tensor:
         out = self.native.empty(*q.shape, dtype=q.dtype)
-        means = self._attend(q, q_rope, kv, attend.metadata, attend.spec, out)
-        return attend.up.to_values(ops, means)
+        return self._attend(q, q_rope, kv, metadata, spec, out)
 
     def _attend(
         self,
@@ -136,6 +153,8 @@ class CpuAttention(AttentionBackend):
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
         rows = source.shape[0]
         self.native.launch("move_kv", source=source, target=target, rows=rows, **_arguments(kv))
+        if kv.index is not None:
+            move_tokens(kv.index, source, target)
 
     def keys(self, kv: LayerKV, at: Tensor) -> Tensor:
         cache = _arguments(kv) | {"v_cache": None}

@@ -15,6 +15,7 @@ from kvik.attention.base import (
     LayerKV,
     StepLayout,
 )
+from kvik.attention.indexed import Indexed
 from kvik.spec.shares import HeadShare, share_of
 from kvik.spec.visible_keys import Window
 
@@ -51,6 +52,9 @@ class DividedHeads(AttentionBackend):
 
     def keys(self, kv: LayerKV, at: Tensor) -> Tensor:
         return self._backend.keys(kv, at)
+
+    def choose(self, of: Indexed, kv: LayerKV, layout: StepLayout) -> list[Tensor]:
+        return self._backend.choose(of, kv, layout)
 
     def kv_heads(self, attend: Attend) -> int:
         """Return the number of kv heads of a layer, in all processes."""

@@ -20,9 +20,10 @@ from kvik.attention.base import (
     AttendLatent,
     AttentionBackend,
     AttentionMetadata,
+    AttentionSpec,
     BackendCaps,
+    LayerKV,
     StepLayout,
-    store,
 )
 from kvik.attention.fresh_prompts import FreshPrompt, FreshPrompts
 from kvik.kernels.ops import Ops
@@ -118,19 +119,21 @@ class TritonAttention(AttentionBackend):
     def run_latent(self, attend: AttendLatent) -> Tensor:
         metadata, kv = attend.metadata, attend.kv
         assert isinstance(metadata, TritonMetadata)
+        if attend.choice is not None:
+            return self.run_chosen(attend, attend.choice)
         q_rope, k_rope = attend.turned(self._ops)
-        k = torch.cat((attend.latent[:, None], k_rope), 2)
-        store(self._ops, k, k[..., :0], kv, metadata.layout.slot_mapping)
+        self.store_latents(attend.latent, k_rope, kv, metadata.layout.slot_mapping)
         if not metadata.fresh:
             q = attend.up.into_queries(self._ops, attend.q)
-            return attend.up.to_values(self._ops, self._means(attend, metadata, q, q_rope))
+            means = self.means(q, q_rope, kv, metadata, attend.spec)
+            return attend.up.to_values(self._ops, means)
         tokens, heads, _ = attend.q.shape
-        out = k.new_empty(tokens, heads, attend.up.value)
+        out = q_rope.new_empty(tokens, heads, attend.up.value)
         if rest := _rows_between(metadata.fresh, tokens):
-            q = k.new_empty(tokens, heads, attend.up.rank)
+            q = q_rope.new_empty(tokens, heads, attend.up.rank)
             for rows in rest:
                 q[rows] = attend.up.into_queries(self._ops, attend.q[rows])
-            means = self._means(attend, metadata, q, q_rope)
+            means = self.means(q, q_rope, kv, metadata, attend.spec)
             for rows in rest:
                 out[rows] = attend.up.to_values(self._ops, means[rows])
         for prompt in metadata.fresh:
@@ -139,17 +142,19 @@ class TritonAttention(AttentionBackend):
             out[prompt.start : prompt.end] = attended
         return out
 
-    def _means(
-        self, attend: AttendLatent, metadata: TritonMetadata, q: Tensor, q_rope: Tensor
+    def means(
+        self,
+        q: Tensor,
+        q_rope: Tensor,
+        kv: LayerKV,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
     ) -> Tensor:
-        """Return means of latent vectors, [tokens, heads, rank]; undefined for fresh prompts.
-
-        Args:
-            q: [tokens, heads, rank]. q_rope: rotated.
-        """
+        """Return the means, which are undefined for fresh prompts."""
+        assert isinstance(metadata, TritonMetadata)
         means = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for step in metadata.steps:
-            latent_attention(q, q_rope, attend.kv.k, step, attend.spec.scale, means)
+            latent_attention(q, q_rope, kv.k, step, spec.scale, means)
         return means
 
 

@@ -159,7 +159,8 @@ def _heads(spec: ModelSpec) -> str:
     latent = spec.latent
     if latent is None:
         return f"{spec.num_heads} query, {spec.num_kv_heads} key/value, of {spec.head_dim}"
-    vectors = f"latent vectors of {latent.rank} and {latent.rope} with positions"
+    kind = "with" if spec.ropes else "without"
+    vectors = f"latent vectors of {latent.rank} and {latent.rope} {kind} positions"
     return f"{spec.num_heads} query, of {latent.query}, over {vectors}"
 
 
@@ -190,6 +191,9 @@ def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
     seen = f"see {_seen(layer)}"
     if layer.latent is not None:
         seen += f" by latent vectors of {layer.latent.width}"
+        if layer.index is not None:
+            by = "an earlier layer" if layer.index.shared else "an indexer"
+            seen += f", of which {by} chooses {layer.index.top:,}"
     elif layer.kv_heads or layer.head_dim:
         seen += " by {} key/value heads of {}".format(*spec.heads(layer))
     if layer.value_is_key:

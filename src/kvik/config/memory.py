@@ -33,7 +33,7 @@ from kvik.core.config import RESERVED_BLOCKS
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.adapters import in_block, is_stack
 from kvik.spec.declare import XIELU, DeclaredLinear, Role
-from kvik.spec.kv import AUTO, STATE_BYTES, KVGroup, block_bytes, group_layers, stored_as
+from kvik.spec.kv import AUTO, COPIED, STATE_BYTES, KVGroup, block_bytes, group_layers, stored_as
 from kvik.spec.model import DTYPE_BYTES, LinearLayers
 from kvik.spec.shares import TILE, PipelineStage, cut_groups, stage_groups
 
@@ -470,12 +470,12 @@ class Footprint:
     def _taped(self) -> bool:
         """Whether a step runs as a tape of native kernels, without torch's."""
         unfused = self.adapters is not None and self.adapters.experts
-        return self.attention_backend == "cpu" and not unfused
+        return self.attention_backend == "cpu" and not unfused and not self.spec.indexed
 
     def activations(self, size: StepSize) -> int:
         """Peak of one step."""
         peak = self._tape(size) if self._taped else self._eager(size)
-        peak += self._choosing(size)
+        peak += self._choosing(size) + self._indexing(size)
         if self.adapters is not None:
             peak += self.adapters.step(size.max_num_batched_tokens, self._item)
         if self.stage_ends and not self._taped:  # what a stage gets from the one before
@@ -519,7 +519,8 @@ class Footprint:
     @property
     def _captured_steps(self) -> bool:
         """Whether forwards are captured; other attention backends need the host in each step."""
-        return self.kernels == "triton" and self.attention_backend in TRITON_BACKENDS
+        on_device = self.kernels == "triton" and self.attention_backend in TRITON_BACKENDS
+        return on_device and not self.spec.indexed
 
     def graph_sizes(self, size: StepSize) -> tuple[GraphSize, ...]:
         """Sizes of the forwards that may be captured."""
@@ -647,6 +648,22 @@ class Footprint:
                 width = heads * group.spec.head_dim + 2 * scores
                 largest = max(largest, 4 * size.max_model_len * (width + CHOOSING_NUMBERS))
         return largest
+
+    def _indexing(self, size: StepSize) -> int:
+        """Return the bytes while an indexer chooses keys: those of a request, as stored and in
+        fp32, their products with one query, and the places of the chosen ones; and copies of their
+        latent vectors (attention/indexed.py)."""
+        top, item = self.spec.indexed, self._item
+        if size.max_model_len <= top:
+            return 0
+        largest = 0
+        for layer in self.spec.layers:
+            if layer.index is not None:
+                numbers = 2 * layer.index.dim + layer.index.heads + CHOOSING_NUMBERS
+                largest = max(largest, size.max_model_len * (4 * numbers + layer.index.dim * item))
+        places = 8 * top * size.max_num_batched_tokens
+        copies = COPIED * (top + self.block_size) * self.spec.key_width * (8 + 3 * item)
+        return largest + places + copies
 
     def fixed(self, size: StepSize) -> int:
         """Return the bytes of everything except the blocks of the KV cache."""

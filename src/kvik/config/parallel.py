@@ -54,6 +54,9 @@ def check_group(
     if ranks * stages == 1:
         return
     native = compute.kernels == "native" and compute.attention == "cpu"
+    if native and spec.indexed:
+        reason = f"must be 1 with native kernels: torch computes what {spec.architecture} indexes"
+        raise ConfigError(option, f"{reason}; kernels=torch can be divided")
     if not native:
         _check_torch(config, spec, compute, hardware)
     elif config.tensor_parallel_cut == "fast":
@@ -155,12 +158,24 @@ def stage_ends(
     costs = [size + kept for size, kept in zip(weights, cached, strict=False)]
     readers = enumerate(layer.kv_from for layer in spec.layers)
     joined = [(reader, read) for reader, read in readers if read is not None]
+    joined += sharing_layers(spec)
     end = spec.num_layers - 1
     joined += [(end, layer) for layer in source.read_layers if layer < end]
     try:
         return tuple(run.stop for run in stages_of(costs, first, last, stages, joined))
     except ValueError as error:
         raise ConfigError(STAGES, f"cannot be {stages}: {error}") from None
+
+
+def sharing_layers(spec: ModelSpec) -> list[tuple[int, int]]:
+    """Return the layers that read the keys which an earlier one chose, each with that layer."""
+    chooses, pairs = 0, []
+    for number, layer in enumerate(spec.layers):
+        if layer.index is not None and layer.index.shared:
+            pairs.append((number, chooses))
+        elif layer.index is not None:
+            chooses = number
+    return pairs
 
 
 def stage_weights(

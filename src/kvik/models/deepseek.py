@@ -1,6 +1,6 @@
 """DeepSeek-V2, V2.5, V3 and R1 (DeepSeek-AI 2024, arXiv 2405.04434 and 2412.19437): multi-head
-latent attention, and routed experts after the first layers; and GLM-4.7-Flash and Mistral 4, of the
-same form."""
+latent attention, and routed experts after the first layers; GLM-4.7-Flash and Mistral 4, of the
+same form; and DeepSeek-V3.2 (2025, arXiv 2512.02556) and GLM-5, whose queries read some keys."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
+from kvik.errors import shown
 from kvik.models.decoder import Layer, NormedLayer, PreNormLayer, text_decoder, without_predictors
 from kvik.spec.declare import (
     SEPARATE,
@@ -18,9 +19,17 @@ from kvik.spec.declare import (
     separate_wiring,
 )
 from kvik.spec.experts import MAX_EXPERTS, Router, corrected_router, read_experts, read_groups
-from kvik.spec.fields import MAX_WIDTH, Fields
-from kvik.spec.layers import LatentSpec, LayerSpec, PredictorSpec, QueryScale, latent_layers
+from kvik.spec.fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
+from kvik.spec.kv import IndexSpec
+from kvik.spec.layers import (
+    LatentSpec,
+    LayerSpec,
+    PredictorSpec,
+    QueryScale,
+    latent_layers,
+)
 from kvik.spec.model import ModelFacts
+from kvik.spec.rope import MAX_POSITIONS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +46,24 @@ def queries_order(latent: LatentSpec, heads: int, turned: tuple[int, ...]) -> tu
     begins = [head * latent.query for head in range(heads)]
     first = [begin + i for begin in begins for i in range(latent.nope)]
     return (*first, *(begin + latent.nope + i for begin in begins for i in turned))
+
+
+class Indexer:
+    """Computes what chooses the keys of a layer (`IndexSpec`)."""
+
+    def __init__(self, builder: LayerBuilder, hidden: int, q_rank: int, index: IndexSpec) -> None:
+        linear = partial(builder.linear, bias=False)
+        self.q = linear("wq_b", q_rank, index.heads * index.dim, role="q_up")
+        self.k = linear("wk", hidden, index.dim, role="kv_down")
+        self.k_norm = builder.layer_norm("k_norm", index.dim, LATENT_EPS)
+        self.weights = linear("weights_proj", hidden, index.heads, role="gates")
+
+    def __call__(
+        self, x: Tensor, narrow: Tensor, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [tokens, hidden], narrow [tokens, q_rank] -> queries [tokens, heads * dim], keys
+        [tokens, dim] and weights [tokens, heads]."""
+        return self.q(narrow, ctx), self.k_norm(self.k(x, ctx)), self.weights(x, ctx)
 
 
 class DeepseekAttention:
@@ -76,7 +103,11 @@ class DeepseekAttention:
         # The part of YaRN's temperature that is not in the rotation.
         stretch = rope.temperature(rope.mscale_all_dim) if rope and rope.mscale_all_dim else 1.0
         scale = latent.query**-0.5 * stretch**2
-        self.attend = builder.latent_attention(ups, layer, heads, latent, scale)
+        index = spec.layers[layer].index
+        self.attend = builder.latent_attention(ups, layer, heads, latent, scale, index)
+        self.indexer = None
+        if index is not None and not index.shared and latent.q_rank is not None:
+            self.indexer = Indexer(builder.at("indexer"), hidden, latent.q_rank, index)
         self.o = builder.linear("o_proj", heads * latent.value, hidden, bias=spec.o_bias, role="o")
         query_scale = spec.layers[layer].query_scale
         self.scale = None if query_scale is None else builder.query_scale(query_scale)
@@ -98,6 +129,7 @@ class DeepseekAttention:
             k_rope[:, None],
             ctx,
             rotation,
+            None if self.indexer is None else self.indexer(x, narrow, ctx),
         )
         return self.o(attended, ctx, residual)
 
@@ -195,6 +227,96 @@ DEEPSEEK3 = replace(
     eos_token_ids=(1,),
     gguf_marker=("expert_gating_func", 2, "expert_weights_norm"),
     gguf_implied=None,
+)
+
+
+def indexed_layers(
+    fields: Fields,
+    layers: int,
+    positions: int,
+    *,
+    interleaved: bool = False,
+    heads: int = 64,
+) -> tuple[LayerSpec, ...]:
+    """Every layer has latent attention over the keys that an indexer chooses.
+
+    Args:
+        interleaved, heads: see `IndexSpec`; the latter if config.json has none.
+    """
+    read = latent_layers(fields, layers, positions)
+    latent, rope = read[0].latent, "qk_rope_head_dim"
+    assert latent is not None
+    if latent.q_rank is None:
+        raise fields.error("q_lora_rank", "must be a number: indexers read what it is the width of")
+    dim = fields.integer("index_head_dim", 1, MAX_WIDTH, 128)
+    if dim < latent.rope:
+        raise fields.error("index_head_dim", f"must be at least {rope} ({latent.rope}), not {dim}")
+    index = IndexSpec(
+        fields.integer("index_n_heads", 1, MAX_HEADS, heads),
+        dim,
+        fields.integer("index_topk", 1, MAX_POSITIONS, 2048),
+        interleaved,
+    )
+    shared = replace(index, shared=True)
+    return tuple(
+        replace(layer, index=shared if shares else index)
+        for layer, shares in zip(read, sharing(fields, layers), strict=True)
+    )
+
+
+def sharing(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Return which layers read the keys that an earlier one has chosen: by `indexer_types`, by a
+    pattern, or all but some at equal distances."""
+    types, pattern = "indexer_types", "index_topk_pattern"
+    key = types if types in fields else pattern
+    if key not in fields:
+        every = fields.integer("index_topk_freq", 1, MAX_LAYERS, 1)
+        offset = fields.integer("index_skip_topk_offset", 0, MAX_LAYERS, 2)
+        return tuple(max(layer - offset + 1, 0) % every != 0 for layer in range(layers))
+    stored = fields.raw(key)
+    kinds = tuple(stored) if isinstance(stored, str) else fields.strings(key)
+    known = {"full": False, "F": False, "shared": True, "S": True}
+    if len(kinds) != layers or not known.keys() >= {*kinds} or known[kinds[0]]:
+        reason = f"must have {layers} entries, full or shared, and begin with full"
+        raise fields.error(key, f"{reason}, not {shown(stored)}")
+    return tuple(known[kind] for kind in kinds)
+
+
+# DeepSeek-V3.2 (DeepSeek-AI 2025), also its first version, V3.2-Exp.
+DEEPSEEK32 = replace(
+    DEEPSEEK3,
+    name="DeepseekV32ForCausalLM",
+    model_type="deepseek_v32",
+    models="DeepSeek V3.2",
+    layers=indexed_layers,
+    indexed=True,
+    predictor=None,
+    gguf=None,
+    gguf_marker=(),
+)
+# GLM-5 (Z.ai 2026).
+GLM5 = replace(
+    DEEPSEEK32,
+    name="GlmMoeDsaForCausalLM",
+    model_type="glm_moe_dsa",
+    models="GLM-5",
+    layers=partial(indexed_layers, interleaved=True, heads=32),
+    eos_token_ids=(),
+    defaults={
+        **DEEPSEEK3.defaults,
+        "hidden_size": 6144,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 78,
+        "num_attention_heads": 64,
+        "vocab_size": 154_880,
+        "max_position_embeddings": 202_752,
+        "rms_norm_eps": 1e-5,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 2048,
+        "v_head_dim": 256,
+        "qk_nope_head_dim": 192,
+    },
 )
 # GLM-4.7-Flash (Z.ai 2026), whose files are read like DeepSeek-V3's.
 GLM4_MOE_LITE = replace(

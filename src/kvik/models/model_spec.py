@@ -84,7 +84,7 @@ class ModelSpec(ModelFacts):
         eos = fields.token_ids("eos_token_id", vocab)
         if "eos_token_id" not in config:
             eos = tuple(token for token in arch.eos_token_ids if token < vocab)
-        refuse_sparse(fields)
+        refuse_sparse(fields, arch.indexed)
         rules = arch.layers(fields, layers, positions)
         check_layer_types(fields, rules)
         if arch.experts is not None:

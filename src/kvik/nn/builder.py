@@ -87,7 +87,7 @@ from kvik.spec.declare import (
     usual_scope,
 )
 from kvik.spec.experts import ExpertsSpec, Router
-from kvik.spec.kv import KVGroup, StateSpec
+from kvik.spec.kv import IndexSpec, KVGroup, StateSpec
 from kvik.spec.layers import LatentSpec, QueryScale
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.rope import RopeSpec
@@ -832,6 +832,7 @@ class Builder(LayerBuilder):
         heads: int,
         latent: LatentSpec,
         scale: float,
+        index: IndexSpec | None = None,
     ) -> LatentAttention:
         """Return attention over latent vectors.
 
@@ -840,6 +841,7 @@ class Builder(LayerBuilder):
                 the keys' one, transposed to be applied to queries, and the values'. They become
                 floats, whatever the checkpoint stores.
             scale: of the scores.
+            index: chooses the keys; None: a query reads all that it sees.
         """
         self.ignore(*KV_SCALES)
         position, group = self._position_of[layer], self._group_of[layer]
@@ -848,7 +850,7 @@ class Builder(LayerBuilder):
         if local_heads:
             self.declared.heads[self._scope] = Between(heads, latent.value, heads)
         spec = AttentionSpec(scale, local_heads=local_heads)
-        return LatentAttention(self.backend, position, group, spec, up)
+        return LatentAttention(self.backend, position, group, spec, up, index)
 
     def _latent_up(self, names: tuple[str, ...], heads: int, latent: LatentSpec) -> LatentUp:
         layer, kind = self._name(names[0]), float_kind(self.dtype)

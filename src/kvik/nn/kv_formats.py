@@ -83,7 +83,7 @@ def allocate_kv(
     by_layer: dict[int, LayerKV] = {}
     for number, group in enumerate(groups):
         owner, shares = number if separate else None, group.shares
-        places: Counter[str] = Counter()  # layers so far, by format
+        places: Counter[str] = Counter()  # layers so far, by format; and with an index
         for layer, spec in zip(group.layers, group.specs, strict=True):
             place, part = divmod(places[spec.format], shares)
             places[spec.format] += 1
@@ -102,12 +102,18 @@ def allocate_kv(
             if spec.latent:
                 numbers.append(numbers[0][..., :0])
                 scales += [scale[..., :0] for scale in scales]
+            index = None
+            if spec.index_bytes:
+                of_index = block_size, 1, spec.index_bytes // dtype.itemsize
+                of = owner, "index", places["index"]
+                places["index"] += 1
+                index = _part(storage(of, math.prod(of_index), dtype), 0, of_index)
             recent = None
             if spec.budget is not None:
                 ring = queries[0], spec.budget.last, queries[1], spec.head_dim
                 recent = zeros(*ring, dtype=torch.float32, device=device)
             stored_layer = LayerKV(*numbers, *scales)
-            by_layer[layer] = replace(stored_layer, queries=recent)
+            by_layer[layer] = replace(stored_layer, queries=recent, index=index)
     order = sorted(by_layer)
     return KVCache(
         tuple(by_layer[layer] for layer in order),

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvik.attention.base import Attend, AttendLatent, AttentionBackend, AttentionSpec, LatentUp
+from kvik.attention.indexed import Indexed
 from kvik.kernels.ops import Gate, Ops, StateHeads
 from kvik.kernels.weights import XIELU_SLOPE, Activation, ExpertSet, Matrix
 from kvik.nn.rope import Rope
 from kvik.spec.declare import ForwardContext
 from kvik.spec.experts import Router
+from kvik.spec.kv import IndexSpec
 from kvik.spec.pooling import PooledLayer
 
 # Embeddings at the bottom of a model.
@@ -191,6 +193,7 @@ class LatentAttention:
     group: int  # KV group of the layer
     spec: AttentionSpec
     up: LatentUp
+    index: IndexSpec | None = None
 
     def __call__(
         self,
@@ -200,14 +203,24 @@ class LatentAttention:
         k_rope: Tensor,
         ctx: ForwardContext,
         rotation: Tensor | None,
+        indexed: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Rotate q_rope and k_rope, store latent and k_rope, attend; see `AttendLatent`.
+
+        Args:
+            indexed: of the layer's indexer: queries [tokens, heads * dim], keys [tokens, dim] and
+                weights [tokens, heads].
 
         Returns:
             [tokens, heads * value].
         """
         kv, metadata = ctx.kv[self.position], ctx.metadata[self.group]
         attend = AttendLatent(q, q_rope, latent, k_rope, self.up, kv, metadata, self.spec, rotation)
+        if self.index is not None and rotation is not None:
+            if indexed is not None:
+                of = Indexed(self.index, *indexed, rotation)
+                ctx.chosen[:] = self.backend.choose(of, kv, metadata.layout)
+            attend = replace(attend, choice=ctx.chosen or None)
         return self.backend.run_latent(attend).flatten(1)
 
 

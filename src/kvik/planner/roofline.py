@@ -26,7 +26,7 @@ from kvik.planner.devices import Device, Setting
 from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts
 from kvik.planner.parallel import collectives, share, stage_runs, together, unevenness
 from kvik.planner.search import smallest
-from kvik.planner.shape import MatrixGroup, ModelShape, most_keys
+from kvik.planner.shape import MatrixGroup, ModelShape, read_keys
 from kvik.spec.weight_kind import WeightKind
 
 # Costs of one matrix, of attention and of the other kernels, from a calibration. Without one they
@@ -397,7 +397,7 @@ class _Work:
         """Return the seconds of kernels for decoding sequences where reading is not the limit."""
         seconds, seconds_per_value = 0.0, read_seconds(cost, self.working_set)
         for cache, layers in self.shape.caches:
-            seen = layers * cache.readers * count * most_keys(cache, context)
+            seen = layers * cache.readers * count * read_keys(cache, context)
             keys = cache.num_kv_heads * cache.head_dim
             score = new * self.shape.num_heads * cache.head_dim * cost.score
             seconds += seen * (keys * seconds_per_value + score)

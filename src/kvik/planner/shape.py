@@ -16,7 +16,7 @@ from kvik.planner.formats import kv_facts, weight_facts
 from kvik.spec.declare import UNQUANTISED
 from kvik.spec.kv import KVCacheSpec
 from kvik.spec.model import DTYPE_BYTES
-from kvik.spec.visible_keys import ALL_KEYS
+from kvik.spec.visible_keys import ALL_KEYS, Window
 from kvik.spec.weight_kind import WeightKind
 from kvik.spec.weights import layer_kind
 
@@ -293,7 +293,7 @@ class ModelShape:
     def kv_read_bytes(self, context: int, kv_format: str) -> int:
         """Return bytes of cache that all layers read for the next token of one sequence."""
         return sum(
-            layers * cache.readers * token_bytes(cache, kv_format) * most_keys(cache, context)
+            layers * cache.readers * read_bytes(cache, context, kv_format)
             for cache, layers in self.caches
         )
 
@@ -308,6 +308,10 @@ class ModelShape:
         total = 0.0
         for cache, layers in self.caches:
             pairs = (cache.window or ALL_KEYS).pairs(cached, context, context)
+            if cache.index is not None:
+                if cache.index_bytes:
+                    total += 2.0 * layers * cache.index.heads * cache.index.dim * pairs
+                pairs = Window(cache.index.top).pairs(cached, context, context)  # as many
             layer = self.pair_flops(cache) * pairs
             if self.latent_dim:
                 # Expand cached latents to K and V, if that is less work than to attend in latent
@@ -340,11 +344,26 @@ class ModelShape:
         return num_bytes
 
 
+def read_bytes(cache: KVCacheSpec, context: int, kv_format: str) -> int:
+    """Return bytes of cache that a layer reads for the next token of one sequence: of an indexer
+    all its keys, and what it chooses."""
+    indexed = 2 * cache.index_bytes
+    vectors = read_keys(cache, context) * (token_bytes(cache, kv_format) - indexed)
+    return most_keys(cache, context) * indexed + vectors
+
+
+def read_keys(cache: KVCacheSpec, context: int) -> int:
+    """Return how many keys the last query of a `context` reads at most."""
+    keys = most_keys(cache, context)
+    return keys if cache.index is None else min(keys, cache.index.top)
+
+
 def most_keys(cache: KVCacheSpec, context: int) -> int:
     """Return how many keys the last query of a `context` sees at most."""
     return context if cache.window is None else min(context, cache.window.max_keys)
 
 
 def token_bytes(cache: KVCacheSpec, kv_format: str) -> int:
-    """Return bytes per token and layer, including scales."""
-    return cache.vectors * kv_facts(kv_format).vector_bytes(cache.head_dim)
+    """Return bytes per token and layer, including scales and the key of an indexer, which has 16
+    bits."""
+    return cache.vectors * kv_facts(kv_format).vector_bytes(cache.head_dim) + 2 * cache.index_bytes

@@ -16,7 +16,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from kvik.spec.fields import Fields
-from kvik.spec.layers import LatentSpec, LayerRule, PredictorSpec, QueryScale, rotary_layers
+from kvik.spec.kv import IndexSpec
+from kvik.spec.layers import (
+    LatentSpec,
+    LayerRule,
+    PredictorSpec,
+    QueryScale,
+    rotary_layers,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -124,6 +131,7 @@ class Architecture:
             with LayerNorm do not have.
         gated_mlp: down(act(gate(x)) * up(x)), else down(act(up(x))).
         rotary: rotary positions, else learned ones.
+        indexed: its layers have indexers (`IndexSpec`).
         predictor: its checkpoints may have this head that drafts; None: none, or kvik does not know
             it.
         pooled: reads how it makes vectors or scores, from config.json, the width of hidden states
@@ -184,6 +192,7 @@ class Architecture:
     rms_norm: bool | str = True
     gated_mlp: bool = True
     rotary: bool = True
+    indexed: bool = False
     predictor: PredictorSpec | None = None
     pooled: Callable[[Fields, int, float], PoolingSpec] | None = None
     skips_padding: bool = False
@@ -251,6 +260,8 @@ class ForwardContext:
             makes them of its own inputs. None: layers read no such vectors.
         made: results of `once`, by what made them.
         taps: what keeps the residual stream between layers; None: nothing does.
+        chosen: for each token the keys that the last indexer chose (`AttendLatent.choice`); empty:
+            all.
     """
 
     positions: Tensor
@@ -260,6 +271,7 @@ class ForwardContext:
     token_inputs: Tensor | None = None
     made: dict[Callable[[Tensor], Tensor], Tensor] = field(default_factory=dict)
     taps: Taps | None = None
+    chosen: list[Any] = field(default_factory=list)
 
     def once(self, make: Callable[[Tensor], Tensor]) -> Tensor:
         """Return `make(positions)`, computed for the first layer that asks and shared by all."""
@@ -400,9 +412,15 @@ class LatentAttentionLayer(Protocol):
         k_rope: Tensor,
         ctx: ForwardContext,
         rotation: Tensor | None,
+        indexed: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:
         """q [tokens, heads, nope], q_rope [tokens, heads, rope], latent [tokens, rank], k_rope
-        [tokens, 1, rope], rotation [tokens, rope] or None -> [tokens, heads * value]."""
+        [tokens, 1, rope], rotation [tokens, rope] or None -> [tokens, heads * value].
+
+        Args:
+            indexed: of the layer's indexer: queries [tokens, heads * dim], keys [tokens, dim] and
+                weights [tokens, heads].
+        """
         ...
 
 
@@ -910,6 +928,7 @@ class LayerBuilder:
         heads: int,
         latent: LatentSpec,
         scale: float,
+        index: IndexSpec | None = None,
     ) -> LatentAttentionLayer:
         if len(names) == 1:
             outputs = heads * (latent.nope + latent.value)

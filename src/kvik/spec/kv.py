@@ -101,6 +101,30 @@ class StateSpec:
         return 6 * self.channels
 
 
+COPIED = 8  # tokens whose chosen keys are copied at a time
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSpec:
+    """An indexer, which chooses the keys that a query reads (DeepSeek Sparse Attention, DeepSeek-AI
+    2025, arXiv 2512.02556, section 2.1). Its score of a key is the sum over its heads of a weight
+    of the query times relu(q k / sqrt(dim)) / sqrt(heads).
+
+    Attributes:
+        heads, dim: of its queries; all have the same key.
+        top: most keys that a query reads: those with the largest scores.
+        interleaved: neighbouring channels are rotated together, else those of two halves.
+        shared: the layer has no indexer: it reads the keys that the last one before it chose
+            (IndexShare, arXiv 2603.12201).
+    """
+
+    heads: int
+    dim: int
+    top: int
+    interleaved: bool = False
+    shared: bool = False
+
+
 AUTO = "auto"  # the model's dtype
 PAGE_HEAD_BYTES = 64  # header of a page of a tier, before the bytes of its block (nn/pages.py)
 STATE_HEAD_BYTES = 8  # after it in pages of states: how many tokens the state covers
@@ -149,9 +173,11 @@ class KVCacheSpec:
 
     Attributes:
         num_kv_heads, head_dim: shape of one token's K (and V).
-        bytes_per_token: K and V of one layer, scales included.
+        bytes_per_token: K and V of one layer, scales and the key of an indexer included.
         window: which keys a query sees; None: all.
         budget: how many tokens of a request it keeps; None: all.
+        index: chooses the keys that a query reads; None: it reads all that it sees.
+        index_bytes: of the indexer's key, in the model's dtype.
         format: of the numbers, as in `KV_FORMATS`, or "auto".
         latent: a token has one vector, whose first channels are its value.
         readers: number of layers that read it, including its own.
@@ -165,6 +191,8 @@ class KVCacheSpec:
     latent: bool = False
     readers: int = 1
     budget: Budget | None = None
+    index: IndexSpec | None = None
+    index_bytes: int = 0
 
     @property
     def vectors(self) -> int:
@@ -200,7 +228,7 @@ def stored_as(
         return list(specs)
 
     def stored(spec: KVCacheSpec) -> KVCacheSpec:
-        size = spec.vectors * KV_FORMATS[format].vector_bytes(spec.head_dim)
+        size = spec.vectors * KV_FORMATS[format].vector_bytes(spec.head_dim) + spec.index_bytes
         return replace(spec, bytes_per_token=size, format=format)
 
     return [spec if spec is None or i in skipped else stored(spec) for i, spec in enumerate(specs)]
@@ -318,9 +346,12 @@ def block_bytes(groups: Sequence[KVGroup], block_size: int) -> int:
         for spec in set(group.specs):
             layers, scales = group.places(spec.format) * group.shares, spec.scale_bytes
             numbers = spec.format, spec.numbers * group.shares
-            need[numbers] = max(need[numbers], layers * (spec.bytes_per_token - scales))
+            stored = spec.bytes_per_token - scales - spec.index_bytes
+            need[numbers] = max(need[numbers], layers * stored)
             alike = spec.format, spec.num_kv_heads, group.shares
             need[alike] = max(need[alike], layers * scales)
+        indexed = sum(spec.index_bytes for spec in group.specs)
+        need["index"] = max(need["index"], indexed)
     return block_size * sum(need.values())
 
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from kvik.errors import shown
 from kvik.spec.experts import ExpertsSpec
 from kvik.spec.fields import Fields
-from kvik.spec.kv import StateSpec
+from kvik.spec.kv import IndexSpec, StateSpec
 from kvik.spec.rope import MAX_POSITIONS, RopeSpec, read_rope
 from kvik.spec.visible_keys import Budget, Window
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-# Attention over keys that another network chooses, or over summaries of several keys, by
-# `layer_types`, keys of config.json and names of architectures. kvik has neither.
+# Attention over keys that an indexer chooses, or over summaries of several keys, by `layer_types`,
+# keys of config.json and names of architectures. kvik has the former only over latent vectors.
 INDEXED, COMPRESSED = "indexed attention", "compressed attention"
 SPARSE_TYPES: Mapping[str, str] = {
     "indexed_attention": INDEXED,
@@ -31,11 +31,10 @@ SPARSE_KEYS: Mapping[str, str] = {
     "compress_ratios": COMPRESSED,
 }
 SPARSE_ARCHITECTURES: Mapping[str, str] = {
-    "DeepseekV32ForCausalLM": INDEXED,
-    "GlmMoeDsaForCausalLM": INDEXED,
     "MiniMaxM3ForConditionalGeneration": INDEXED,
     "DeepseekV4ForCausalLM": COMPRESSED,
 }
+INDEXED_TYPES = ("indexed_attention", "deepseek_sparse_attention")
 LINEAR, CONV = "linear_attention", "conv"
 BESIDE = "hybrid"  # attention beside a state
 MLP, EXPERTS = "mlp", "moe"  # of layers without attention or state
@@ -99,6 +98,7 @@ class LayerSpec:
         rope: rotary positions of queries and keys; None: none.
         experts: of its feed-forward part; None: a plain MLP.
         latent: latent attention; None: keys and values of heads.
+        index: of latent attention, chooses the keys; None: a query reads all that it sees.
         state: kept per request in place of keys and values; None: the layer has none.
         beside: the layer has attention beside what keeps the state.
         feeds: it has an MLP or experts alone, neither attention nor a state.
@@ -117,6 +117,7 @@ class LayerSpec:
     rope: RopeSpec | None = None
     experts: ExpertsSpec | None = None
     latent: LatentSpec | None = None
+    index: IndexSpec | None = None
     state: StateSpec | None = None
     beside: bool = False
     feeds: bool = False
@@ -337,6 +338,8 @@ def check_layer_types(fields: Fields, rules: Sequence[LayerSpec]) -> None:
             allowed = STATE_TYPES
         elif layer.window is not None and layer.window.chunked:
             allowed = (CHUNKED,)
+        elif layer.index is not None:
+            allowed = INDEXED_TYPES
         else:
             allowed = ATTENDING_TYPES
         if kind not in allowed:
@@ -344,17 +347,20 @@ def check_layer_types(fields: Fields, rules: Sequence[LayerSpec]) -> None:
             raise fields.error("layer_types", f"must hold {expected}, not {shown(kind)}")
 
 
-def refuse_sparse(fields: Fields) -> None:
+def refuse_sparse(fields: Fields, indexed: bool) -> None:
     """Check that no layer has indexed or compressed attention.
+
+    Args:
+        indexed: the architecture has indexed attention.
 
     Raises:
         ModelError: a layer has.
     """
     for key, feature in SPARSE_KEYS.items():
-        if key in fields:
+        if key in fields and not (indexed and feature == INDEXED):
             raise fields.error(key, f"must be absent: {feature} is not supported")
     for kind in fields.strings("layer_types"):
-        if kind in SPARSE_TYPES:
+        if kind in SPARSE_TYPES and not (indexed and kind in INDEXED_TYPES):
             message = f"must not hold {kind}: {SPARSE_TYPES[kind]} is not supported"
             raise fields.error("layer_types", message)
 

@@ -262,6 +262,11 @@ class ModelFacts:
         token."""
         return next((layer.latent for layer in self.layers if layer.latent), None)
 
+    @property
+    def indexed(self) -> int:
+        """Most keys that a query reads, as indexers choose; 0: no layer has one."""
+        return max((layer.index.top for layer in self.layers if layer.index), default=0)
+
     def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec | None]:
         """Return what each layer stores per token, at `dtype_bytes` for each number; None: it has
         no attention, or reads another layer's keys and values."""
@@ -281,10 +286,13 @@ class ModelFacts:
             return None
         kv_heads, head_dim = self.heads(layer)
         size = kv_heads * head_dim * dtype_bytes
+        index = layer.index.dim * dtype_bytes if layer.index and not layer.index.shared else 0
         return KVCacheSpec(
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            bytes_per_token=size if layer.latent else 2 * size,
+            bytes_per_token=(size if layer.latent else 2 * size) + index,
+            index=layer.index,
+            index_bytes=index,
             window=layer.window,
             latent=layer.latent is not None,
             readers=readers,

@@ -1,0 +1,102 @@
+"""Indexers, which choose the keys that queries read (DeepSeek Sparse Attention, DeepSeek-AI 2025,
+arXiv 2512.02556, section 2.1).
+
+Each token has a narrow key of its own for the indexer, in the same block as its latent vector. A
+query that sees more keys than it may read scores all of them, and reads those with the largest
+scores. Scores are fp32, and those of a query depend on no other query of the step, so that its keys
+do not depend on how a prompt is divided into chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvik.kernels.ops import Ops
+from kvik.spec.kv import IndexSpec
+
+if TYPE_CHECKING:
+    from kvik.attention.base import StepLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Indexed:
+    """What the indexer of a layer computes in one step.
+
+    Attributes:
+        q: [tokens, heads * dim]; k: [tokens, dim], which the cache stores; not rotated.
+        weights: [tokens, heads].
+        rotation: [tokens, rope] fp32, as in `Ops.rotary`.
+    """
+
+    spec: IndexSpec
+    q: Tensor
+    k: Tensor
+    weights: Tensor
+    rotation: Tensor
+
+
+def index_keys(ops: Ops, of: Indexed, cache: Tensor, layout: StepLayout) -> None:
+    """Rotate the keys of a step and write them into the cache, `LayerKV.index`."""
+    k = rotated(of.k[:, None], of.rotation, interleaved=of.spec.interleaved).to(cache.dtype)
+    ops.store_kv(k, k[..., :0], cache, cache[..., :0], layout.slot_mapping)
+
+
+def choose_keys(of: Indexed, cache: Tensor, layout: StepLayout) -> list[Tensor]:
+    """Return the places in its sequence of the keys that each token reads, ascending; nothing if
+    all tokens read all that they see."""
+    spec = of.spec
+    if max(layout.contexts, default=0) <= spec.top:
+        return []
+    q = of.q.unflatten(1, (spec.heads, spec.dim))
+    q = rotated(q, of.rotation, interleaved=spec.interleaved).to(cache.dtype).float()
+    weights = of.weights.float() * (spec.heads * spec.dim) ** -0.5
+    choice: list[Tensor] = []
+    start = 0
+    for seq, length in enumerate(layout.num_scheduled):
+        keys = cache.flatten(0, 2).index_select(0, layout.slots(seq)).float()  # [keys, dim]
+        for seen in places_seen(layout, seq, start):
+            token = len(choice)
+            if len(seen) <= spec.top:
+                choice.append(seen)
+                continue
+            products = keys.index_select(0, seen) @ q[token].t()  # [keys, heads]
+            scores = weights[token] @ products.relu_().t()
+            choice.append(seen[scores.topk(spec.top).indices.sort().values])
+        start += length
+    return choice
+
+
+def rotated(x: Tensor, rotation: Tensor, *, interleaved: bool) -> Tensor:
+    """Rotate the first channels of each head, in fp32.
+
+    Args:
+        x: [tokens, heads, dim]. rotation: [tokens, rope], as in `Ops.rotary`.
+        interleaved: neighbours together. They are returned as two halves: another order of
+            channels, which is the same for queries and keys.
+    """
+    turned, rest = x.float().split((rotation.shape[1], x.shape[2] - rotation.shape[1]), 2)
+    cos, sin = rotation[:, None].chunk(2, 2)
+    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, 2)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), 2)
+
+
+def places_seen(layout: StepLayout, seq: int, start: int) -> Iterator[Tensor]:
+    """Yield the places in a sequence of the keys that each of its tokens sees, [keys] int64.
+
+    Args:
+        start: first token of the sequence in the step.
+    """
+    length, context = layout.num_scheduled[seq], layout.contexts[seq]
+    every = torch.arange(layout.first_key(seq), context, device=layout.slot_mapping.device)
+    cached, nodes = context - length, layout.nodes(start, length)
+    for token in range(length):
+        if not nodes:
+            yield every[: len(every) - length + token + 1]
+            continue
+        path = [cached + node for node in range(length) if nodes[token] >> node & 1]
+        yield torch.cat((every[: len(every) - length], every.new_tensor(path)))
