@@ -120,3 +120,17 @@ def test_native_logprobs_have_the_same_bits_with_drafts(
     found = checked_bits(with_room(column), model, format, one_at_a_time, **options)
     assert not caplog.records  # every step was replayed
     assert sum(output.num_accepted_tokens for output in found) > 0
+
+
+@needs_native
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["indexed"])
+@pytest.mark.parametrize("format", ["bfloat16"])
+@pytest.mark.parametrize("drafter", EVERYWHERE)
+def test_keys_are_chosen_for_each_draft(model, format, one_at_a_time, drafter, monkeypatch):
+    texts = [[*out.prompt_token_ids, *out.outputs[0].token_ids] for out in one_at_a_time]
+    install(monkeypatch, DRAFTERS[drafter](texts))
+    options = TREES if drafter == "tree" else SPECULATION
+    column = next(column for column in BITS if column.name == "preemption, chunks")
+    found = checked_bits(with_room(column), model, format, one_at_a_time, **options)
+    assert sum(output.num_accepted_tokens for output in found) > 0
