@@ -59,12 +59,14 @@ def choose_keys(of: Indexed, cache: Tensor, layout: StepLayout) -> list[Tensor]:
     start = 0
     for seq, length in enumerate(layout.num_scheduled):
         keys = cache.flatten(0, 2).index_select(0, layout.slots(seq)).float()  # [keys, dim]
+        first, is_tree = layout.first_key(seq), bool(layout.nodes(start, length))
         for seen in places_seen(layout, seq, start):
             token = len(choice)
             if len(seen) <= spec.top:
                 choice.append(seen)
                 continue
-            products = keys.index_select(0, seen) @ q[token].t()  # [keys, heads]
+            rows = keys.index_select(0, seen) if is_tree else keys[first : first + len(seen)]
+            products = rows @ q[token].t()  # [keys, heads]
             scores = weights[token] @ products.relu_().t()
             choice.append(seen[scores.topk(spec.top).indices.sort().values])
         start += length
