@@ -14,19 +14,15 @@ from place import sized
 from kvik.worker.captures import MAX_PADDING
 from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.drafters import registry
-from kvik.worker.drafters.base import DraftRows, Drafts
+from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
 
 DRAFTS = sized(5, 2)  # drafts of each request in each step
 CELLS = sized(((1, 1024), (8, 1024), (64, 1024)), ((1, 5), (2, 5)))  # batch, context
 SEQS, LONGEST = sized((64, 8192), (2, 96))
 
 
-class MadeUp:
+class MadeUp(Drafter):
     """Stands in for a lookup drafter: proposes as many drafts as are asked for."""
-
-    def enter(self, slot: int) -> None: ...
-
-    def leave(self, slot: int) -> None: ...
 
     def propose(self, rows: DraftRows) -> Drafts:
         return Drafts.of([[5] * limit for limit in rows.limits.tolist()])

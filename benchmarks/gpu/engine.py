@@ -33,7 +33,7 @@ from kvik.worker.participant import RunningStep
 from kvik.worker.worker import Worker
 
 
-class Skipped:
+class Skipped(Graph):
     """A forward pass that computes nothing and returns token 7."""
 
     def __init__(self, rows: int, hidden: int, vocab: int, device: torch.device) -> None:
@@ -41,12 +41,6 @@ class Skipped:
         self._logits = torch.zeros(rows, vocab, device=device)
         self._top = torch.zeros(rows, device=device)
         self._ids = torch.full((rows,), 7, dtype=torch.int64, device=device)
-
-    def prepare(self) -> None:
-        pass
-
-    def rest(self) -> bool:
-        return False
 
     def run(self, batch: InputBatch) -> StepOutput:
         rows = len(batch.tensors.logits_indices)

@@ -46,7 +46,7 @@ PREFILL, SHORTER, TIMES = sized((8192, (2048, 1024), 5), (8, (5,), 1))
 BUDGET = sized(8192, 16)  # tokens per step
 # Fewest and most steps, and the seconds, for which a decode is timed.
 STEPS, MEASURED = sized((24, 200), (1, 1)), 0.7
-IDLE = sized(10.0, 0.0)  # most idle seconds for captures before anything is measured
+IDLE = sized(10.0, 60.0)  # most idle seconds for captures before anything is measured
 # Most seconds to wait until the batch size is captured; seconds between polls.
 WARM_UP, PAUSE = sized((6.0, 0.1), (0.0, 0.0))
 BEFORE, BETWEEN = sized((12, 4), (1, 1))  # untimed steps: at first, and between polls
@@ -142,7 +142,7 @@ class Measured:
         memory = self.engine.graph_memory
         if memory is None or memory.graphs < 2:
             return 0.0
-        return (memory.taken - memory.shared) / (memory.graphs - 1)
+        return (memory.used - memory.shared) / (memory.graphs - 1)
 
     def memory(self) -> None:
         """Note the most memory that was in use outside of the KV cache, and what was planned."""
