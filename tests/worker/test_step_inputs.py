@@ -7,9 +7,16 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from helpers.fake_gpu import CUDA, fake_gpu
 from torch import Tensor
 
-from kvik.worker.step_inputs import AtOnce, FixedInputs, PinnedCopies, StepSizes
+from kvik.worker.step_inputs import (
+    AtOnce,
+    EnteredStates,
+    FixedInputs,
+    PinnedCopies,
+    StepSizes,
+)
 from kvik.worker.worker import best_copies
 
 
@@ -87,6 +94,37 @@ def test_results_of_a_gpu_are_copied_at_once_and_awaited_when_read(
     found = arrival()
     assert events[3:] == ["waited"]
     assert [array.tolist() for array in found] == [[0, 1, 2], [[1.0, 1.0], [1.0, 1.0]]]
+
+
+def test_results_of_a_stage_are_copied_before_the_next_ones_overwrite_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if the host has read nothing of the step in between, and the device is behind."""
+    due: list[tuple[Tensor, Tensor]] = []
+    copy = Tensor.copy_
+
+    class Event:
+        def record(self) -> None: ...
+
+        def synchronize(self) -> None:
+            while due:
+                copy(*due.pop(0))
+
+    def begun(self: Tensor, source: Tensor, *, non_blocking: bool = False) -> Tensor:
+        assert non_blocking
+        due.append((self, source))
+        return self
+
+    steps = [np.full((2, 3, 4), number, np.float32) for number in (1, 2)]
+    with fake_gpu():
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        states = EnteredStates(2, 5, 4, torch.float32, CUDA)
+        monkeypatch.setattr(Tensor, "copy_", begun)
+        for step in steps:
+            states.put(step.tobytes())
+        for step in steps:
+            assert [tensor.tolist() for tensor in states.first(3)] == step.tolist()
+            Event().synchronize()
 
 
 def test_a_gpu_has_two_steps_in_flight() -> None:

@@ -98,15 +98,22 @@ class EnteredStates:
             self._host = torch.from_numpy(zeros(shape, np.uint8))
         self._memory = self._host if device.type == "cpu" else self._host.to(device)
         self._tensors = [memory.view(dtype).view(tokens, width) for memory in self._memory]
+        # Recorded after the copies of a step, which read host memory, perhaps after later calls:
+        # the host does not wait for a step that samples nothing.
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def put(self, data: bytes) -> None:
-        """Put [tokens, width] of each tensor, as bytes. The step before has read what was here."""
+        """Put [tokens, width] of each tensor, as bytes. The step before has begun its forward."""
         parts = np.frombuffer(data, np.uint8).reshape(len(self._host), -1)
         size = parts.shape[1]
+        if self._copied is not None:
+            self._copied.synchronize()
         self._host.numpy()[:, :size] = parts
         if self._memory is not self._host:
             for host, memory in zip(self._host, self._memory, strict=True):
                 memory[:size].copy_(host[:size], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
     def first(self, tokens: int) -> list[Tensor]:
         """Return the first tokens of each tensor."""
