@@ -50,7 +50,7 @@ REQUESTS = {
 # its memory.
 ALWAYS = {"step_inputs.wait", "step_inputs.put"}
 DRAFTED = {
-    "draft_model": "draft_model.to_host",
+    **dict.fromkeys(("draft_model", "eagle3", "assistant"), "draft_model.to_host"),
     "medusa": "heads.propose",
     "eagle": "eagle.propose",
 }
@@ -113,6 +113,26 @@ def test_steps_wait_only_where_they_must_with_the_same_output(method, model, wis
         for kind in REQUESTS:
             gpu.waits.clear()
             assert asked(llm, kind) == expected[kind]
+            check(gpu, method, kind, TORCHS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["eagle3", "assistant"])
+def test_networks_that_read_the_model_need_no_further_waits(method, tmp_path: Path) -> None:
+    from helpers.assistants import save_assistant  # these import transformers
+    from helpers.eagle3 import save_eagle3
+
+    {"eagle3": save_eagle3, "assistant": save_assistant}[method](tmp_path)
+    options = {**OPTIONS, **DRAFTS, "load_format": "auto", "spec_model": str(tmp_path / "head")}
+    model = str(tmp_path / "model")
+    with (
+        fake_gpu() as gpu,
+        on_gpu("torch", "sdpa"),
+        LLM(model, **options, spec_method=method) as llm,
+    ):
+        for kind in REQUESTS:
+            gpu.waits.clear()
+            asked(llm, kind)
             check(gpu, method, kind, TORCHS)
 
 

@@ -8,7 +8,6 @@ own key does not exist yet: they see the keys before it.
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from kvik.attention.base import StepLayout
@@ -68,7 +67,7 @@ class AssistantDrafter(Drafter):
             if batch is None or going < count:
                 batch, count = self._batch(slots[:going], newest[:going]), going
             ids = tokens[:going]
-            ids = torch.from_numpy(ids) if isinstance(ids, np.ndarray) else ids
+            ids = upload(ids, hidden.device) if isinstance(ids, np.ndarray) else ids
             batch.tensors.input_ids.copy_(ids)
             self._model.read(hidden[:going])
             output = self._graph.run(batch)
