@@ -604,6 +604,10 @@ _BY_ROW = replace(_DELTA, bias=_fp32(32 * 128))
 _LINEAR = states.recurrence, _WIDE, _bf16(9, 64), _DELTA, _STATE, _LOG
 _ROWS = states.recurrence, _WIDE, _bf16(9, 32 * 129), _BY_ROW, _STATE, _fp32(3, 4, 8192 + 32 * 129)
 _SPACES = states.recurrence, _WIDE, _bf16(9, 32), _SPACE, _STATE, _LOG
+_MOST_KEYS = (  # of a head of a state space, for which there are no chunks
+    *(states.recurrence, _bf16(9, 2 * 512 + 32 * 64), _bf16(9, 32)),
+    *(replace(_SPACE, key_heads=1), _fp32(3, 32, 512, 64), _LOG),
+)
 
 STATES = (
     _entries("SiLU, bf16", states.gated, _X, _X, "silu"),
@@ -624,6 +628,7 @@ STATES = (
         _SEQUENCES,
         loop=Loop(copies=4, products=6, loads=5, barriers=17, instructions=1020),
     ),
+    _entries("512 keys, bf16", *_MOST_KEYS, _SEQUENCES, max_registers=MAX_REGISTERS),
     _entries("bf16, drafts", *_LINEAR, _DRAFTED),
     _entries("space, bf16, drafts", *_SPACES, _DRAFTED),
     _entries("by row, bf16, drafts", *_ROWS, _DRAFTED),

@@ -29,7 +29,8 @@ CHANNELS = 256  # per program of the convolution
 COLUMNS = 32  # of a head's state, per program
 LEVELS = 4  # chunks are of 2^LEVELS tokens; the factors of 32 would not fit in registers
 LONG = 64  # bfloat16 tokens of a sequence in a step, from which on it takes chunks
-NEVER = 1 << 30  # tokens; for wider inputs, whose factors would not fit in registers
+NEVER = 1 << 30  # tokens; for wider inputs, and more keys, whose factors would not fit in registers
+MAX_KEYS = 256  # of a head, in chunks
 LOGGED = 1024  # numbers of a draft, per program
 UNIT_EPS = 1e-6
 
@@ -441,7 +442,8 @@ def recurrence(
     keys = power_of_two(key_dim)
     block, blocks = in_blocks(value_dim, COLUMNS)
     # Chunks are for one decay of a state: with one of each row, two tokens have one for each row.
-    long = LONG if x.dtype == torch.bfloat16 and not heads.by_row else NEVER
+    in_products = x.dtype == torch.bfloat16 and keys <= MAX_KEYS and not heads.by_row
+    long = LONG if in_products else NEVER
     launch(
         recurrence_kernel, (len(sequences.rows), value_heads, blocks),
         (*inputs, log, *places, *drafted, out),
