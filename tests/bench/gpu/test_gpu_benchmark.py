@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import chain, product
@@ -180,6 +181,20 @@ def test_every_job_names_an_existing_function(script: ModuleType) -> None:
     for job in script.JOBS:
         source = (FOLDER / f"{job.module}.py").read_text("utf-8")
         assert f"\ndef {job.function}(notes: Notes" in source
+
+
+@pytest.mark.full
+def test_tests_of_kernels_need_no_packages_of_the_server() -> None:
+    """The machine of the GPU may lack them."""
+    pytest.importorskip("triton")
+    packages = ("httptools", "msgspec", "starlette", "uvicorn")
+    arguments = ["-q", "-p", "no:cacheprovider", "tests/kernels/triton/test_launch.py"]
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({packages}))"
+    code = f"{blocked}; import pytest; sys.exit(pytest.main({arguments}))"
+    command = [sys.executable, "-c", code]
+    root = FOLDER.parents[1]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.full
