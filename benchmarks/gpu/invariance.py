@@ -6,7 +6,7 @@ a prefix cache. The CPU's keys differ in their last bits, so that some of them a
 another code of the format, which is no fault of the engine.
 
 Kernels run in replayed steps as soon as their size was seen once, except where a cell is without
-graphs. Cells that move blocks (tiers, peers) are left out, as a GPU's blocks are not moved yet.
+graphs. Cells in which one engine fetches blocks from another are left out.
 """
 
 from __future__ import annotations
