@@ -30,7 +30,7 @@ BUDGETS = {
     "quantize": 3350,
     "server": 12250,
     "spec": 5050,
-    "text": 4050,
+    "text": 4100,
     "training": 700,
     "worker": 13600,
     "": 5100,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations, combinations_with_replacement
+from itertools import combinations, combinations_with_replacement, product
 from typing import Any
 
 Edge = tuple[dict[str, Any], list[Any], list[Any]]  # a schema, valid values, invalid values
 
 BOUNDS = (-1000, -101, -10, -1, 0, 1, 9, 10, 99, 101, 1000)
-FRACTIONS = (-2.5, -0.25, 0, 0.5, 1, 10.75)
+FRACTIONS = (-10.25, -2.5, -1, -0.99, -0.25, 0, 0.5, 0.99, 1, 1.5, 10.75)
+BETWEEN = (-10.2, -1.2, -0.9, -0.01, 0.1, 0.25, 0.9, 1.25, 10.7)
+LARGE = (2**53 + 1, 2**60 + 1, 2**63 - 1, 2**64 - 1, 10**20 + 1)
 VALUES = {"null": None, "boolean": True, "integer": 3, "string": "a", "array": [], "object": {}}
 
 
@@ -25,9 +27,7 @@ def edges() -> Iterator[Edge]:
 
 def _edges() -> Iterator[Edge]:
     yield from _integers()
-    for low, high in combinations(FRACTIONS, 2):
-        schema = {"type": "number", "minimum": low, "maximum": high}
-        yield schema, [low, high, (low + high) / 2], [low - 0.25, high + 0.25]
+    yield from _fractions()
     for least, most in combinations_with_replacement(range(5), 2):
         for char in ("a", "é", "日"):
             schema = {"type": "string", "minLength": least, "maxLength": most}
@@ -62,6 +62,26 @@ def _integers() -> Iterator[Edge]:
     for factor in (2, 3, 7, 10, 25):
         schema = {"type": "integer", "multipleOf": factor, "minimum": 0}
         yield schema, [0, factor, 12 * factor], [factor + 1, 12 * factor - 1]
+    for bound in LARGE:  # not representable as floats
+        for sign, key in ((1, "maximum"), (-1, "minimum")):
+            schema = {"type": "integer", key: sign * bound}
+            yield schema, [0, sign * 2**53], [sign * (bound + n) for n in (1, 2, 1000)]
+    for bound in LARGE[:2]:
+        schema = {"type": "integer", "minimum": bound, "maximum": bound + 10**18}
+        yield schema, [bound + 10**15 + 1], [bound - 1, bound - 2, bound + 10**18 + 1]
+
+
+def _fractions() -> Iterator[Edge]:
+    for low, high in combinations(FRACTIONS, 2):
+        inside = [value for value in (*FRACTIONS, *BETWEEN) if low < value < high]
+        outside = [value for value in (*FRACTIONS, *BETWEEN) if not low <= value <= high]
+        for first, second in product(
+            ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+        ):
+            schema = {"type": "number", first: low, second: high}
+            ends = ((low, first == "minimum"), (high, second == "maximum"))
+            valid = [end for end, included in ends if included]
+            yield schema, inside + valid, outside + [end for end, _ in ends if end not in valid]
 
 
 def _objects() -> Iterator[Edge]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,9 @@ def test_other_constraints(given_: object, texts: list[str], others: list[str]) 
         ({"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, "nsatisfiable"),
         ({"json": {"$ref": "#/$defs/a"}}, "a"),
         ({"json": {"$ref": "http://example.com"}}, "leads out of the schema"),
+        ({"json": {"const": 2**53 + 1}}, "9007199254740993"),
+        ({"json": {"items": {"enum": [{"a": [-(2**63)]}]}}}, "9223372036854775808"),
+        ({"json": {"minimum": math.inf}}, "minimum"),
         ({"json": {"not": {}}, "strict": True}, "is strict, and this cannot be enforced: not at /"),
         (
             {"json": {"oneOf": [{"type": "string"}, {"maxLength": 3}]}, "strict": True},

@@ -15,7 +15,8 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from math import inf
+from decimal import Decimal
+from math import inf, nextafter
 from typing import TYPE_CHECKING, Any
 
 from kvik.core.structured import MAX_CHOICES, Constraint
@@ -43,6 +44,10 @@ ONE = {"additionalItems", "additionalProperties", "items"}
 LISTED = {"allOf", "anyOf", "items", "oneOf", "prefixItems"}
 NAMED = {"$defs", "definitions", "patternProperties", "properties"}
 SCALARS = ("boolean", "integer", "null", "number", "string")
+# The sign of the direction to the inside -> the keywords of a bound.
+BOUNDS = {1: ("minimum", "exclusiveMinimum"), -1: ("maximum", "exclusiveMaximum")}
+LARGEST_BOUND = (1 << 63) - 1024  # the largest float in int64
+COMBINED = {"$ref", "allOf", "anyOf", "const", "enum", "oneOf"}
 LISTS = {"allOf", "anyOf", "enum", "oneOf", "prefixItems", "required"}
 
 
@@ -81,7 +86,7 @@ def _cleaned(schema: object, path: str, dropped: list[str], left_out: Set[str]) 
         if key in result and not _has_all_properties(result):
             del result[key]
             dropped.append(f"{key} at {path or '/'}")
-    return result
+    return _with_exact_bounds(result)
 
 
 def _unenforced(key: str, value: object, left_out: Set[str]) -> str | None:
@@ -108,6 +113,8 @@ def _value(key: str, value: object, path: str, dropped: list[str], left_out: Set
             raise ValueError(f"{key} at {path or '/'} must be a list of strings")
     if key == "properties" and not isinstance(value, Mapping):
         raise ValueError(f"{key} at {path or '/'} must be an object, not {value!r:.40}")
+    if key in ("const", "enum") and (large := _inexact(value)) is not None:
+        raise ValueError(f"{key} at {path or '/'} has {large}, which cannot be enforced exactly")
     if key in NAMED and isinstance(value, Mapping):
         result = {}
         for name, part in value.items():
@@ -121,6 +128,68 @@ def _value(key: str, value: object, path: str, dropped: list[str], left_out: Set
     if key in ONE and not isinstance(value, bool):
         return _cleaned(value, pointer, dropped, left_out)
     return value
+
+
+def _inexact(value: object) -> int | None:
+    """Return an integer in a value that llguidance would write with other digits, or None."""
+    if isinstance(value, Mapping | list | tuple):
+        inner = value.values() if isinstance(value, Mapping) else value
+        return next((large for large in map(_inexact, inner) if large is not None), None)
+    if type(value) is int and (abs(value) >= 1 << 63 or int(float(value)) != value):
+        return value
+    return None
+
+
+def _with_exact_bounds(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose bounds of numbers llguidance enforces as they are meant.
+
+    Left alone, it rounds them to floats, includes a whole exclusive bound if the other one is less
+    than 1 away, and excludes the beginnings of a bound with several decimals: 0.9 below 0.95.
+    """
+    bounds = {key: schema[key] for keys in BOUNDS.values() for key in keys if key in schema}
+    if not bounds or not all(type(value) in (int, float) for value in bounds.values()):
+        return schema
+    others = {key: value for key, value in schema.items() if key not in bounds}
+    variants = list[dict[str, Any]]()
+    for sign, (key, exclusive) in BOUNDS.items():
+        for name in bounds.keys() & {key, exclusive}:
+            bounds[name] = _inwards(bounds[name], sign)
+            variants += [{key: value} for value in _beginnings(bounds[name], sign)]
+    for sign, (key, exclusive) in BOUNDS.items():
+        low = sign * bounds.get(exclusive, -sign)
+        high = min((sign * bounds[name] for name in BOUNDS[-sign] if name in bounds), default=inf)
+        if 0 <= low < high < low + 1 and low == int(low):
+            above = nextafter(low, high) if low else high * 1e-15
+            bounds[key] = sign * max(above, sign * bounds.get(key, sign * low))
+            del bounds[exclusive]
+    exact = {**others, **bounds}
+    if not variants or schema.get("type") != "number" or schema.keys() & COMBINED:
+        return exact
+    return {"anyOf": [exact, *({**exact, **variant} for variant in variants)]}
+
+
+def _inwards(value: float, sign: int) -> float:
+    """Return the float at a bound or next to it, inside.
+
+    Args:
+        sign: 1 for a lower bound, -1 for an upper one.
+    """
+    if not abs(value) > 1 << 53:
+        return value
+    if sign * value < -LARGEST_BOUND:
+        return -sign * LARGEST_BOUND
+    if abs(value) > LARGEST_BOUND:
+        return value  # llguidance refuses it
+    near = float(value)
+    return int(near if sign * int(near) >= sign * value else nextafter(near, sign * inf))
+
+
+def _beginnings(value: float, sign: int) -> list[float]:
+    """Return the numbers with fewer decimals that a bound's digits begin with, if they are inside
+    it."""
+    integer, _, fraction = f"{Decimal(repr(abs(value))):f}".partition(".")
+    sizes = range(1, len(fraction)) if sign * value < 0 else ()
+    return [-sign * float(f"{integer}.{fraction[:size]}") for size in sizes]
 
 
 def _escaped(name: str) -> str:
