@@ -16,6 +16,8 @@ from helpers.faults import raising
 from helpers.http_server import until
 
 from kvik import LLM, ParamError, SamplingParams
+from kvik.engine.loop import Engine
+from kvik.engine.thread import EngineThread
 
 CONFIG = {"dtype": "float32", "device": "cpu", "max_model_len": 256, "max_num_seqs": 8}
 THREADS = 16
@@ -118,6 +120,31 @@ def test_ctrl_c_in_one_thread_does_not_affect_others(llm: LLM, default_sigint) -
             while True:
                 llm.generate(["The old king"] * 4, params)
         assert other.result(60) == right
+
+
+def test_ctrl_c_while_the_thread_starts_ends_it(
+    monkeypatch: pytest.MonkeyPatch, default_sigint
+) -> None:
+    began, ended, start = threading.Event(), threading.Event(), threading.Thread.start
+
+    def load() -> Engine:
+        began.set()
+        try:
+            for _ in range(1000):
+                time.sleep(0.01)
+        finally:
+            ended.set()
+        raise TimeoutError
+
+    def start_and_interrupt(thread: threading.Thread) -> None:
+        start(thread)
+        began.wait(60)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        EngineThread(load)
+    assert ended.is_set()
 
 
 def test_closing_fails_the_calls_of_other_threads() -> None:

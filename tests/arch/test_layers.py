@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "core": {*GROUND, "frozen"},
     "config": {*GROUND, "models", "core.config"},
     "text": {"config", "core", "child_process"},
-    "engine": {"config", "core", "text", "child_process", "version"},
+    "engine": {"config", "core", "text", "child_process", "interrupts", "version"},
     "gguf": {*GROUND, "models", "core.sampling_params"},
     # compute
     "kernels": {"spec.experts", "spec.kv", "spec.shares", "spec.visible_keys", "spec.weight_kind"},

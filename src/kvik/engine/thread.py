@@ -21,6 +21,7 @@ from kvik.core.types import EngineRequest, FinishReason
 from kvik.engine.loop import Engine
 from kvik.engine.output import OutputProcessor, RequestOutput, TextDelta
 from kvik.errors import GroupLost
+from kvik.interrupts import deferred_interrupt
 
 LOOKAHEAD = 512  # requests queued ahead of the running ones in a long batch
 _POLL_SECONDS = 0.1  # longest wait for a policy that waits for more requests
@@ -93,8 +94,9 @@ class EngineThread:
         self._thread = threading.Thread(
             target=self._main, args=(load, loaded), name="kvik-engine", daemon=True
         )
-        self._thread.start()
         try:
+            with deferred_interrupt():  # a thread that is half started cannot be ended
+                self._thread.start()
             result = loaded.get()
         except BaseException:  # Ctrl-C, which does not reach the loading thread
             self._interrupt()
