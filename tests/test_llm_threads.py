@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -145,6 +147,35 @@ def test_ctrl_c_while_the_thread_starts_ends_it(
     with pytest.raises(KeyboardInterrupt):
         EngineThread(load)
     assert ended.is_set()
+
+
+INTERRUPTED_IMPORT = """
+import os, signal, sys, threading, time
+from kvik import LLM, SamplingParams
+
+def interrupt():
+    while "torch.storage" not in sys.modules:
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGINT)
+
+options = {"device": "cpu", "threads": 1, "max_model_len": 64}
+threading.Thread(target=interrupt).start()
+try:
+    LLM(**options)
+    sys.exit("was not interrupted")
+except KeyboardInterrupt:
+    pass
+with LLM(**options) as llm:
+    llm.generate("Once", SamplingParams(max_tokens=1))
+"""
+
+
+@pytest.mark.full
+def test_a_start_succeeds_after_one_that_was_interrupted() -> None:
+    """Torch, half imported, cannot be imported again: most attempts crash."""
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_closing_fails_the_calls_of_other_threads() -> None:

@@ -8,7 +8,9 @@ waiting at once, without interrupting a step.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -31,7 +33,11 @@ T = TypeVar("T")
 
 def interrupt(thread: threading.Thread) -> None:
     """Raise KeyboardInterrupt in a thread as soon as it runs Python again; it may be loading a
-    model for minutes. Does nothing if it has ended."""
+    model for minutes. Does nothing if it has ended. Waits while a thread imports torch, which could
+    not be imported again."""
+    if "torch" in sys.modules:
+        with suppress(ImportError):
+            importlib.import_module("torch")  # returns when the other import has ended
     if thread.ident is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt)
