@@ -41,14 +41,7 @@ from kvik.engine_process import engine_in_process
 from kvik.errors import ConfigError, OverloadError, ParamError, UnavailableError, shown
 from kvik.files import check_current_folder
 from kvik.launch import check_no_role, check_one_engine, load_loop, load_tokenizer, resolve_config
-from kvik.llm import (
-    Message,
-    check_priority,
-    either,
-    engine_config,
-    engine_request,
-    tell_unenforced,
-)
+from kvik.llm import Message, check_priority, either, engine_config, engine_request, tell_unenforced
 from kvik.model_files import model_files
 from kvik.prompts import Prompt, one_prompt
 from kvik.server.admission import Admission, Reservation

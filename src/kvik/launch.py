@@ -22,25 +22,13 @@ from kvik.config.config import (
     check_config,
     requested_speculation,
 )
-from kvik.config.draft_heads import (
-    KINDS,
-    assistant_facts,
-    eagle3_facts,
-    heads_for,
-    shipped_heads,
-)
+from kvik.config.draft_heads import KINDS, assistant_facts, eagle3_facts, heads_for, shipped_heads
 from kvik.config.env import draw_seed
 from kvik.config.hardware import detect, find_gpus
 from kvik.config.kv_budget import asked_budgets
 from kvik.config.model_source import find_adapter, find_model, model_name, read_adapter
 from kvik.config.resolve import resolve
-from kvik.config.speculative import (
-    EAGLE3,
-    MODEL_METHODS,
-    NO_SOURCE,
-    DraftSource,
-    SpeculativeConfig,
-)
+from kvik.config.speculative import EAGLE3, MODEL_METHODS, NO_SOURCE, DraftSource, SpeculativeConfig
 from kvik.config.units import show_bytes
 from kvik.core.config import CacheConfig, SchedulerConfig
 from kvik.core.structured import Grammars

@@ -589,10 +589,7 @@ class LLM:
         return priorities
 
     def _with_schema(
-        self,
-        count: int,
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        schema: object,
+        self, count: int, params: SamplingParams | Sequence[SamplingParams] | None, schema: object
     ) -> SamplingParams | Sequence[SamplingParams] | None:
         """Return the parameters with a schema, if one is given, for each of `count` texts."""
         if schema is None:

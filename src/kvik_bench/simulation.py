@@ -225,11 +225,7 @@ class SimulatedTiers:
     def __init__(self, engine: SimulatedEngine) -> None:
         assert engine.tiers is not None
         self._page_bytes = engine.tiers.page_bytes
-        self._rates = {
-            MEMORY: engine.memory_rate,
-            READ: engine.disk_rate,
-            WRITE: engine.disk_rate,
-        }
+        self._rates = {MEMORY: engine.memory_rate, READ: engine.disk_rate, WRITE: engine.disk_rate}
         self._free = dict.fromkeys(self._rates, 0.0)  # time at which each queue is idle
         self._done: list[tuple[float, int, Moved]] = []  # by time
         self._number = count()

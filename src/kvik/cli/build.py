@@ -34,11 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_model(parser)
     parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="ENGINE",
-        help="folder to write; must be new or empty",
+        "-o", "--output", type=Path, metavar="ENGINE", help="folder to write; must be new or empty"
     )
     add_force_flag(parser)
     parser.add_argument(

@@ -251,10 +251,7 @@ def _kv_lines(
         return [("KV cache", f"{size} in {dtype}, as measured without weights")]
     if spec.encoder:
         return [("KV cache", f"{size} of a step in {dtype}, which all layers use in turn")]
-    return [
-        ("KV cache", f"{size} in {dtype}"),
-        *(("", text) for text in _kv_rows(spec, resolved)),
-    ]
+    return [("KV cache", f"{size} in {dtype}"), *(("", text) for text in _kv_rows(spec, resolved))]
 
 
 def _gives(spec: ModelSpec, pooling: PoolingSpec) -> str:

@@ -27,11 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
         "code is 1 if they differ.",
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="written by kvik serve --record")
-    parser.add_argument(
-        "--model",
-        metavar="PATH",
-        help="path of the model (default: as recorded)",
-    )
+    parser.add_argument("--model", metavar="PATH", help="path of the model (default: as recorded)")
     parser.add_argument(
         "--tensor-parallel-size",
         type=int,

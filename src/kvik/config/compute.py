@@ -220,12 +220,7 @@ def choose_kernels(
 
 
 def choose_attention(
-    config: EngineConfig,
-    model: ModelSpec,
-    kernels: str,
-    dtype: str,
-    gpu: Gpu | None,
-    notes: Notes,
+    config: EngineConfig, model: ModelSpec, kernels: str, dtype: str, gpu: Gpu | None, notes: Notes
 ) -> str:
     """Choose the attention backend.
 

@@ -197,10 +197,7 @@ class EngineConfig:
     )
     dtype: str = option(
         "auto",
-        OneOf(
-            ("auto", "float32", "bfloat16", "float16"),
-            {"half": "float16", "float": "float32"},
-        ),
+        OneOf(("auto", "float32", "bfloat16", "float16"), {"half": "float16", "float": "float32"}),
         "dtype of activations and of weights that are not quantised",
     )
     quantization: str = option(
@@ -251,9 +248,7 @@ class EngineConfig:
         "KV blocks that requests can use; None: as many as memory and use allow",
     )
     memory_utilization: float = option(
-        0.9,
-        Number(0.01, 1),
-        "share of the memory limit that the engine may use",
+        0.9, Number(0.01, 1), "share of the memory limit that the engine may use"
     )
     kv_cache_memory: int | None = option(
         None,
@@ -402,11 +397,7 @@ class EngineConfig:
         '"num_speculative_tokens": 8}; docs/speculation.md lists its keys. Output '
         'keeps its distribution, unless "typical_acceptance": true gives that up for speed',
     )
-    spec_method: str | None = option(
-        None,
-        OneOf(METHODS),
-        "method that drafts tokens",
-    )
+    spec_method: str | None = option(None, OneOf(METHODS), "method that drafts tokens")
     spec_model: str | None = option(
         None,
         Text("a folder or a hub id"),

@@ -25,10 +25,7 @@ REPLICAS = "data_parallel_size"
 
 
 def check_group(
-    config: EngineConfig,
-    spec: ModelSpec,
-    compute: Compute,
-    hardware: Hardware,
+    config: EngineConfig, spec: ModelSpec, compute: Compute, hardware: Hardware
 ) -> None:
     """Check that each process of a group has something to compute, and can.
 
@@ -369,12 +366,7 @@ def replica_limit(
 
 
 def replicas_reason(
-    threads: int,
-    replicas: int,
-    compute: Compute,
-    total: Limit,
-    part: Limit,
-    mapped: int | None,
+    threads: int, replicas: int, compute: Compute, total: Limit, part: Limit, mapped: int | None
 ) -> str:
     """Return the reason of the decision: the resources of each engine."""
     if compute.gpu is not None:

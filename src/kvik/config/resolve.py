@@ -464,9 +464,7 @@ def check_tiers(
     # Handing requests over with their pages needs a memory tier.
     moved = tiers.memory > 0 and (config.data_parallel_size > 1 or moves)
     tiers = replace(
-        tiers,
-        peers=config.role == "decode" or moved,
-        lends=config.role == "prefill" or moved,
+        tiers, peers=config.role == "decode" or moved, lends=config.role == "prefill" or moved
     )
     for wrong, reason in (
         (spec.encoder, f"{spec.architecture} is an encoder, of whose prompts nothing is kept"),

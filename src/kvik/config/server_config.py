@@ -95,9 +95,7 @@ class ServerConfig:
         {TAKES_SEVERAL: True},
     )
     any_model_name: bool = option(
-        False,
-        Flag(),
-        "accept any model name in requests, and repeat it in the answer",
+        False, Flag(), "accept any model name in requests, and repeat it in the answer"
     )
     tool_format: str = option(
         "auto",
@@ -106,9 +104,7 @@ class ServerConfig:
         "found from its chat template; none: tools are refused",
     )
     admin_port: int | None = option(
-        None,
-        PORT,
-        "port of the admin routes, on the loopback address; none: no such routes",
+        None, PORT, "port of the admin routes, on the loopback address; none: no such routes"
     )
     shutdown_timeout: float = option(
         30.0,
@@ -124,14 +120,10 @@ class ServerConfig:
         "origin of web pages that may use the server, such as https://example.org; *: any",
     )
     metrics_compat: str = option(
-        "none",
-        OneOf(("none", "vllm")),
-        "also expose metrics under the names that vLLM gives them",
+        "none", OneOf(("none", "vllm")), "also expose metrics under the names that vLLM gives them"
     )
     record: str | None = option(
-        None,
-        FILE,
-        "file for a recording, which kvik replay runs again; none: no recording",
+        None, FILE, "file for a recording, which kvik replay runs again; none: no recording"
     )
     pressure_max_tokens: int | None = option(
         None,

@@ -74,9 +74,7 @@ class SpeculativeConfig:
         "most drafts of a request in one step; None: the method's default",
     )
     adaptive: bool = option(
-        True,
-        Flag(),
-        "fewer drafts for requests whose drafts fail, none while they would cost time",
+        True, Flag(), "fewer drafts for requests whose drafts fail, none while they would cost time"
     )
     quantization: str = option(
         "none", OneOf(tuple(SCHEMES)), "of the draft model's weights.", MODELS_ALONE

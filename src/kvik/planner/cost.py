@@ -146,8 +146,7 @@ def parse_load(text: str, prompt: int, output: int) -> DailyLoad:
         value = math.nan
     if not 0.0 < value < math.inf:
         raise ConfigError(
-            "load",
-            f"must be tokens per day (50M) or requests per second (5/s), not {text[:40]!r}",
+            "load", f"must be tokens per day (50M) or requests per second (5/s), not {text[:40]!r}"
         )
     requests = value * DAY if per_second else value / (prompt + output)
     return DailyLoad(requests, prompt, output)

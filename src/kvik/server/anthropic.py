@@ -138,9 +138,7 @@ class TokenCount(Struct):
 
 
 _ELSEWHERE = "this route does not take it"
-COUNT: Table = {
-    "mcp_servers": (([],), "there are no other servers"),
-}
+COUNT: Table = {"mcp_servers": (([],), "there are no other servers")}
 MESSAGES: Table = {
     **SAMPLING,
     **missing(MessageRequest.__struct_fields__, "output_config.format"),

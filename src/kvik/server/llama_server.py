@@ -112,12 +112,7 @@ class LlamaPiece(LlamaText, kw_only=True):
     stop: bool = False
 
 
-@post(
-    "/completion",
-    UNHONOURED,
-    answer=LlamaCompletion,
-    note="Continue a text, as llama.cpp does.",
-)
+@post("/completion", UNHONOURED, answer=LlamaCompletion, note="Continue a text, as llama.cpp does.")
 async def completion(server: Server, request: Request, body: LlamaCompletionRequest) -> Response:
     """Continue a prompt. A stream has `LlamaPiece` events and ends with a `LlamaCompletion`."""
     model, defaults = server.served(body.model)

@@ -266,10 +266,7 @@ class Metrics:
     """
 
     def __init__(
-        self,
-        server: Server,
-        requests: RequestMetricsObserver,
-        more: MoreMetrics = no_more,
+        self, server: Server, requests: RequestMetricsObserver, more: MoreMetrics = no_more
     ) -> None:
         self._server = server
         self._requests = requests

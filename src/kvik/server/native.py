@@ -81,10 +81,7 @@ class TextPiece(Struct):
     text: str
 
 
-UNHONOURED: Table = {
-    **SAMPLING,
-    **missing(GenerateRequest.__struct_fields__),
-}
+UNHONOURED: Table = {**SAMPLING, **missing(GenerateRequest.__struct_fields__)}
 
 
 @post("/v1/generate", UNHONOURED, answer=Generated, note="Continue a text.")

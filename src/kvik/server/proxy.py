@@ -784,11 +784,7 @@ class _Passing:
         return URL(f"{url}?{query}" if query else url, encoded=True)
 
     async def _pass(
-        self,
-        choice: ReplicaChoice,
-        name: str,
-        tried: Collection[int],
-        resumed: _Resumed | None,
+        self, choice: ReplicaChoice, name: str, tried: Collection[int], resumed: _Resumed | None
     ) -> bytes | None:
         """Send the request and forward the answer. Return its end; None if another server should be
         asked.

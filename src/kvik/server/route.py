@@ -226,11 +226,7 @@ class Endpoint(Route):
 
 
 def post(
-    path: str,
-    unhonoured: Table = NOTHING,
-    *,
-    answer: type[msgspec.Struct] | None = None,
-    note: str,
+    path: str, unhonoured: Table = NOTHING, *, answer: type[msgspec.Struct] | None = None, note: str
 ) -> Callable[[Callable[..., Awaitable[Response]]], Endpoint]:
     """Make an endpoint from a handler, whose argument `body` is annotated with the body's type."""
     return lambda handle: Endpoint(

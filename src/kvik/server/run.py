@@ -256,11 +256,7 @@ class Port:
     tls: ssl.SSLContext | None = None
 
 
-async def serve(
-    server: Server,
-    ports: Sequence[Port],
-    tell: Callable[[str], None],
-) -> int:
+async def serve(server: Server, ports: Sequence[Port], tell: Callable[[str], None]) -> int:
     """Serve until a signal arrives or the engine fails for good.
 
     After the first SIGTERM, SIGINT or SIGHUP, new requests are refused. Running ones may finish for

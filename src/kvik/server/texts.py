@@ -279,10 +279,7 @@ class Texts:
                 return await loop.run_in_executor(self._threads, work, *args)
 
     async def input(
-        self,
-        make: Callable[..., PooledInput],
-        texts: Sequence[str],
-        keep: int | None = None,
+        self, make: Callable[..., PooledInput], texts: Sequence[str], keep: int | None = None
     ) -> PooledInput:
         """Return the model's input for a text to embed, or for a pair of texts to score.
 

@@ -168,14 +168,7 @@ DIALECTS = (
         between=", ",
         end="]<|/tool_call|>",
     ),
-    Dialect(
-        "granite",
-        ("<|tool_call|>",),
-        _OBJECT,
-        begin="<|tool_call|>[",
-        between=", ",
-        end="]",
-    ),
+    Dialect("granite", ("<|tool_call|>",), _OBJECT, begin="<|tool_call|>[", between=", ", end="]"),
     Dialect(
         "apriel",
         ("<tool_calls>",),
@@ -185,19 +178,9 @@ DIALECTS = (
         end="]</tool_calls>",
     ),
     Dialect(
-        "nemotron",
-        ("<TOOLCALL>",),
-        _OBJECT,
-        begin="<TOOLCALL>[",
-        between=", ",
-        end="]</TOOLCALL>",
+        "nemotron", ("<TOOLCALL>",), _OBJECT, begin="<TOOLCALL>[", between=", ", end="]</TOOLCALL>"
     ),
-    Dialect(
-        "hermes",
-        ("<tool_call>",),
-        f"<tool_call>\n{_OBJECT}\n</tool_call>",
-        between="\n",
-    ),
+    Dialect("hermes", ("<tool_call>",), f"<tool_call>\n{_OBJECT}\n</tool_call>", between="\n"),
     Dialect(
         "pythonic-tokens",
         ("List of tools: ",),
@@ -215,12 +198,7 @@ DIALECTS = (
         between=", ",
         end="]<|tools_suffix|>",
     ),
-    Dialect(
-        "gigachat",
-        ("<|function_call|>",),
-        f"<|function_call|>{_OBJECT}",
-        several=False,
-    ),
+    Dialect("gigachat", ("<|function_call|>",), f"<|function_call|>{_OBJECT}", several=False),
     Dialect(
         "functionary", ("<function=", "</function>"), "<function={name}>{arguments}</function>"
     ),

@@ -56,11 +56,7 @@ class GrammarCheck:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        seconds: float = SECONDS,
-        command: Sequence[str] = COMMAND,
+        self, tokenizer: Tokenizer, *, seconds: float = SECONDS, command: Sequence[str] = COMMAND
     ) -> None:
         self._seconds = seconds
         self._process = LimitedProcess(

@@ -70,9 +70,7 @@ def compiled(source: str) -> Template:
         Exception: of any kind, because constant expressions are evaluated during compilation.
     """
     environment = Sandbox(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", GenerationTag],
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception

@@ -20,13 +20,7 @@ from kvik.core.sampling_params import WORDS, SamplingParams, Words
 from kvik.errors import ConfigError, ModelError, ParamError, brief, shown
 from kvik.files import regular
 from kvik.spec.pooling import LENGTHS
-from kvik.text.detokenizer import (
-    NO_MARKS,
-    REPLACEMENT,
-    Detokenizer,
-    TokenTexts,
-    panics_are_errors,
-)
+from kvik.text.detokenizer import NO_MARKS, REPLACEMENT, Detokenizer, TokenTexts, panics_are_errors
 
 MAX_TOKENIZER_BYTES = 128 << 20  # the largest public ones have about 35 MB
 MAX_CONFIG_BYTES = 16 << 20

@@ -344,11 +344,7 @@ def id_ranges(ids: Sequence[int]) -> str:
 
 
 def tool_of(
-    name: str,
-    parameters: Mapping[str, Any] | None,
-    *,
-    strict: bool,
-    dialect: Dialect | None = None,
+    name: str, parameters: Mapping[str, Any] | None, *, strict: bool, dialect: Dialect | None = None
 ) -> tuple[Tool, list[str]]:
     """Return a tool, and the parts of its schema that are not enforced.
 

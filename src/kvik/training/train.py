@@ -313,10 +313,7 @@ def train(
 
 
 def _snapshot(
-    step: int,
-    parameters: list[Tensor],
-    optimizer: torch.optim.AdamW,
-    generator: torch.Generator,
+    step: int, parameters: list[Tensor], optimizer: torch.optim.AdamW, generator: torch.Generator
 ) -> Snapshot:
     tensors = {"generator": generator.get_state()}
     for i, parameter in enumerate(parameters):

@@ -47,9 +47,7 @@ class Replicas:
     )
     max_num_batched_tokens: int = option(2048, Integer(1, 1 << 20), "token budget of a step")
     kv_tiers: str | None = option(
-        None,
-        Tiers(),
-        "tiers of each engine, as for kvik serve; folders are not touched",
+        None, Tiers(), "tiers of each engine, as for kvik serve; folders are not touched"
     )
     memory_rate: float = option(
         20.0, Number(0, 1e6, above=True), "GB/s of copies to and from the memory tier"

@@ -71,12 +71,7 @@ def check_rate(rate: float | None) -> None:
         raise ParamError("rate", f"must be above 0 and at most {MAX_RATE:,.0f}, not {rate}")
 
 
-def measure_batching(
-    engine: Engine,
-    load: Requests,
-    rate: float | None,
-    rounds: Rounds,
-) -> Result:
+def measure_batching(engine: Engine, load: Requests, rate: float | None, rounds: Rounds) -> Result:
     """Measure all kinds of batching under the same load in each round.
 
     Args:

@@ -71,13 +71,7 @@ def run_jobs(engine: Engine, jobs: Sequence[BenchRequest]) -> LoadRun:
             time.sleep(load.until_next_due())
     end = time.monotonic()
     return LoadRun(
-        start,
-        end,
-        load.records,
-        load.answers,
-        before,
-        engine.loop.stats(),
-        load.kv_usage,
+        start, end, load.records, load.answers, before, engine.loop.stats(), load.kv_usage
     )
 
 

@@ -88,11 +88,7 @@ PREEMPTIONS: EngineMeasure = Measure(
     lambda run: run.after.preemptions - run.before.preemptions,
 )
 PREFIX_HITS: EngineMeasure = Measure(
-    "prefix hits",
-    "%",
-    "more",
-    "share of the prompt tokens that the prefix cache had",
-    _prefix_hits,
+    "prefix hits", "%", "more", "share of the prompt tokens that the prefix cache had", _prefix_hits
 )
 STEPS: EngineMeasure = Measure(
     "steps", "", "less", "steps of the engine", lambda run: run.after.steps - run.before.steps

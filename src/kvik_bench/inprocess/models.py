@@ -229,11 +229,7 @@ def _qualities(quality: Quality, reference: Quality | None) -> tuple[Figure, ...
     return (
         perplexity,
         Figure(
-            "change",
-            "%",
-            (100 * change.share,),
-            "less",
-            "of perplexity, relative to the reference",
+            "change", "%", (100 * change.share,), "less", "of perplexity, relative to the reference"
         ),
         Figure(
             "\N{PLUS-MINUS SIGN}",

@@ -119,23 +119,10 @@ RUNGS = (
         prefix_caching=True,
         loading=Loading(speculation="ngram"),
     ),
-    Rung(
-        "int8",
-        "and weights take 8 bits",
-        prefix_caching=True,
-        loading=Loading("int8", "ngram"),
-    ),
-    Rung(
-        "int4",
-        "and weights take 4 bits",
-        prefix_caching=True,
-        loading=Loading("int4", "ngram"),
-    ),
+    Rung("int8", "and weights take 8 bits", prefix_caching=True, loading=Loading("int8", "ngram")),
+    Rung("int4", "and weights take 4 bits", prefix_caching=True, loading=Loading("int4", "ngram")),
 )
-CHARTS = (
-    Chart("bars", "Output", "output"),
-    Chart("bars", "Over the first rung", "over the first"),
-)
+CHARTS = (Chart("bars", "Output", "output"), Chart("bars", "Over the first rung", "over the first"))
 
 
 @dataclass(frozen=True, slots=True)

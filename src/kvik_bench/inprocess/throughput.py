@@ -27,14 +27,7 @@ from kvik_bench.inprocess.measures import (
 from kvik_bench.inprocess.rounds import Rounds
 from kvik_bench.load.metrics import INPUT, OUTPUT, REQUESTS, TOTAL, e2es, ttfts
 from kvik_bench.load.workload import DrawnLengths, Lengths, TraceLengths, read_trace
-from kvik_bench.report.result import (
-    Chart,
-    Result,
-    Row,
-    engine_facts,
-    figures,
-    peak_memory,
-)
+from kvik_bench.report.result import Chart, Result, Row, engine_facts, figures, peak_memory
 
 MEASURES: tuple[EngineMeasure, ...] = (
     *(REQUESTS, INPUT, OUTPUT, TOTAL, WALL, *TTFTS, *E2ES),
@@ -137,10 +130,5 @@ def _load(arguments: argparse.Namespace) -> Requests:
         lengths, field = TraceLengths(rows), "trace"
         count = len(rows) if count is None else count
     return Requests(
-        count,
-        lengths,
-        arguments.prefix_tokens,
-        arguments.prefixes,
-        str(arguments.seed),
-        field,
+        count, lengths, arguments.prefix_tokens, arguments.prefixes, str(arguments.seed), field
     )

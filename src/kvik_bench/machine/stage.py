@@ -15,14 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvik.attention.base import (
-    Attend,
-    AttentionBackend,
-    AttentionSpec,
-    LayerKV,
-    StepLayout,
-    store,
-)
+from kvik.attention.base import Attend, AttentionBackend, AttentionSpec, LayerKV, StepLayout, store
 from kvik.attention.sdpa import SdpaAttention
 from kvik.config.units import MIB
 from kvik.kernels.ops import Ops

@@ -94,10 +94,7 @@ class Measure(Generic[Subject_contra]):
 
 
 def figures(
-    measures: Iterable[Measure[Subject]],
-    subjects: Sequence[Subject],
-    *,
-    every: bool = True,
+    measures: Iterable[Measure[Subject]], subjects: Sequence[Subject], *, every: bool = True
 ) -> tuple[Figure, ...]:
     """Return the figures of the measures that all subjects have; with `every` false, that any
     has."""

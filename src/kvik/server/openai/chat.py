@@ -187,10 +187,7 @@ async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
     name, max_tokens = asked_tokens(body, body.max_completion_tokens)
     keep = kept_tokens(server, body.truncate_prompt_tokens, max_tokens)
     use = tool_use(
-        body.tools,
-        body.tool_choice,
-        single=body.parallel_tool_calls is False,
-        texts=server.texts,
+        body.tools, body.tool_choice, single=body.parallel_tool_calls is False, texts=server.texts
     )
     texts = server.texts.of(tenant)
     if body.reasoning_effort is not None:

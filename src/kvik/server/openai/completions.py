@@ -268,10 +268,7 @@ class CompletionFormat(ResponseFormat):
         if delta.finish_reason is not None:
             yield self._chunks.event(
                 CompletionChoice(
-                    index,
-                    "",
-                    finish_reason=delta.finish_reason,
-                    stop_reason=delta.stop_reason,
+                    index, "", finish_reason=delta.finish_reason, stop_reason=delta.stop_reason
                 )
             )
 

@@ -90,12 +90,7 @@ def tool_use(
         choice = tool_choice.allowed_tools.mode
         allowed = list(dict.fromkeys(t.function.name for t in tool_choice.allowed_tools.tools))
     return ToolUse.of(
-        texts.form,
-        functions,
-        choice=choice,
-        allowed=allowed,
-        single=named or single,
-        named=named,
+        texts.form, functions, choice=choice, allowed=allowed, single=named or single, named=named
     )
 
 

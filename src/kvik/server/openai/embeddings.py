@@ -68,9 +68,7 @@ class EmbeddingRequest(Struct, kw_only=True):
     metadata: Any = None
 
 
-EMBEDDING: Table = {
-    "messages": ((), "give input"),
-}
+EMBEDDING: Table = {"messages": ((), "give input")}
 
 
 class EmbeddingItem(Struct):

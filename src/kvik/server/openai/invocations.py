@@ -19,11 +19,7 @@ from kvik.server.server import Server
 from kvik.server.unhonoured import Table
 
 # The field that only one of them has, and needs.
-_ENDPOINTS: Mapping[str, Endpoint] = {
-    "messages": chat,
-    "prompt": completions,
-    "input": embeddings,
-}
+_ENDPOINTS: Mapping[str, Endpoint] = {"messages": chat, "prompt": completions, "input": embeddings}
 
 
 class Invocation(Struct):

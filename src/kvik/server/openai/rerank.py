@@ -120,10 +120,7 @@ async def rerank(server: Server, request: Request, body: RerankRequest) -> Respo
     shown = body.return_documents is not False
     results = [RerankResult(i, scores[i], Document(texts[i]) if shown else None) for i in best]
     answer = RerankAnswer(
-        id=f"rerank-{secrets.token_hex(16)}",
-        model=model,
-        results=results,
-        usage=usage,
+        id=f"rerank-{secrets.token_hex(16)}", model=model, results=results, usage=usage
     )
     return await _written(answer, len(results))
 

@@ -48,9 +48,7 @@ class DetokenizeRequest(Struct, kw_only=True):
     tokens: list[TokenId]
 
 
-TOKENIZE: Table = {
-    "chat_template": ((), "the template is the model's own"),
-}
+TOKENIZE: Table = {"chat_template": ((), "the template is the model's own")}
 
 
 class Tokenized(Struct, kw_only=True):
@@ -101,10 +99,7 @@ async def tokenize(server: Server, request: Request, body: TokenizeRequest) -> R
         names = TokenNames(server.texts.tokenizer)
         token_strs = await offload(len(ids), lambda: [names.name(token) for token in ids])
     answer = Tokenized(
-        count=len(ids),
-        max_model_len=server.max_model_len,
-        tokens=ids,
-        token_strs=token_strs,
+        count=len(ids), max_model_len=server.max_model_len, tokens=ids, token_strs=token_strs
     )
     return json_response(answer)
 
