@@ -17,19 +17,9 @@ if TYPE_CHECKING:
 
 # Options that affect what a model computes; the others are for serving.
 READING = (
-    "lora",
-    "dtype",
-    "quantization",
-    "device",
-    "max_model_len",
-    "max_num_batched_tokens",
-    "block_size",
-    "memory_utilization",
-    "kv_cache_dtype",
-    "kv_cache_dtype_skip_layers",
-    "kernels",
-    "attention_backend",
-    "threads",
+    *("lora", "dtype", "quantization", "device", "max_model_len", "max_num_batched_tokens"),
+    *("block_size", "memory_utilization", "kv_cache_dtype", "kv_cache_dtype_skip_layers"),
+    *("kernels", "attention_backend", "threads"),
 )
 # Options that the reference does not share: it is read as stored.
 ROUNDING = ("quantization", "kv_cache_dtype", "kv_cache_dtype_skip_layers")

@@ -29,15 +29,8 @@ if TYPE_CHECKING:
 
 # Options that affect the hidden states that the heads learn from.
 READING = (
-    "lora",
-    "dtype",
-    "quantization",
-    "device",
-    "kernels",
-    "attention_backend",
-    "threads",
-    "kv_cache_dtype",
-    "memory_utilization",
+    *("lora", "dtype", "quantization", "device", "kernels", "attention_backend", "threads"),
+    *("kv_cache_dtype", "memory_utilization"),
 )
 DRAFTS = 4, 8, 16, 32  # sizes of trees in the report
 

@@ -65,18 +65,9 @@ def is_short_name(model: str) -> bool:
 
 # Keys of layers that share a cache, or do not (only) attend over a cache of all tokens.
 FOREIGN_KEYS = (
-    "attention_chunk_size",
-    "attn_layer_period",
-    "attn_type_list",
-    "full_attention_interval",
-    "hybrid_override_pattern",
-    "index_topk",
-    "layers_block_type",
-    "linear_attn_config",
-    "linear_num_value_heads",
-    "mamba_d_state",
-    "num_kv_shared_layers",
-    "ssm_state_size",
+    *("attention_chunk_size", "attn_layer_period", "attn_type_list", "full_attention_interval"),
+    *("hybrid_override_pattern", "index_topk", "layers_block_type", "linear_attn_config"),
+    *("linear_num_value_heads", "mamba_d_state", "num_kv_shared_layers", "ssm_state_size"),
     "state_size",
 )
 # Keys that determine the cost of an unknown decoder. Others may have values that kvik lacks.

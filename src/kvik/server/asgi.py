@@ -19,19 +19,10 @@ from kvik.server.server import model_names
 from kvik.server.texts import Texts
 
 # Options of a program that listens itself and loads the engine itself.
-ELSEWHERE = frozenset(
-    {
-        "host",
-        "port",
-        "uds",
-        "ssl_certfile",
-        "ssl_keyfile",
-        "admin_port",
-        "shutdown_timeout",
-        "record",
-        "log_level",
-    }
-)
+ELSEWHERE = frozenset((
+    *("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "admin_port", "shutdown_timeout"),
+    *("record", "log_level"),
+))  # fmt: skip
 
 
 class LoadedEngine(Protocol):
