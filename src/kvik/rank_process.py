@@ -153,11 +153,7 @@ class RankProcesses:
     @contextmanager
     def loading(self) -> Iterator[RankSetup]:
         """Return a context in which all ranks load; it yields the setup of rank 0. If the block
-        fails, the other ranks end.
-
-        Raises:
-            ConfigError, GroupLost: as `wait_loaded`.
-        """
+        fails, the other ranks end. Raises ConfigError and GroupLost as `wait_loaded`."""
         for line in self._lines:  # the files that they will map exist
             with suppress(OSError):
                 line.send_bytes(b"")

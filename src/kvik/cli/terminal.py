@@ -132,11 +132,7 @@ def _print(text: str, end: str, stream: TextIO, *, flush: bool) -> None:
 
 def say_report(text: str) -> None:
     """Print lines of columns. If a terminal is too narrow for a line, the line is wrapped and
-    continued below its last column; pipes and files get it unchanged.
-
-    Raises:
-        OSError: as `say` does.
-    """
+    continued below its last column; pipes and files get it unchanged. Raises OSError as `say`."""
     if sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
         text = "\n".join(_wrapped(line, width) for line in text.split("\n"))
@@ -152,11 +148,7 @@ def _wrapped(line: str, width: int) -> str:
 
 
 def flush_output() -> None:
-    """Flush standard output.
-
-    Raises:
-        OSError: as `say` does.
-    """
+    """Flush standard output. Raises OSError as `say`."""
     try:
         sys.stdout.flush()
     except OSError as failure:

@@ -70,11 +70,8 @@ def set_variable(name: str) -> str | None:
 
 
 def client_key() -> str:
-    """Return the API key that a command sends to a server: the first of KVIK_API_KEY, or "".
-
-    Raises:
-        ConfigError: as `environment_options`.
-    """
+    """Return the API key that a command sends to a server: the first of KVIK_API_KEY, or "". Raises
+    ConfigError as `environment_options`."""
     keys: tuple[str, ...] = environment_options(kind=ServerConfig).get("api_key", ("",))
     return keys[0]
 

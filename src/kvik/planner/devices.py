@@ -104,11 +104,7 @@ class Device:
         raise ConfigError("hardware", f"{self.name}: {self.unknown or NOT_CALIBRATED}")
 
     def rate(self, arithmetic: str) -> float:
-        """Return the operations per second of `unit`.
-
-        Raises:
-            ConfigError: as `unit`.
-        """
+        """Return the operations per second of `unit`. Raises ConfigError as `unit`."""
         return self.rates[self.unit(arithmetic)]
 
     def divided(self, cores: float, readers: int) -> Device:

@@ -708,11 +708,7 @@ def setting_of(
     shape: ModelShape, device: Device, question: Question, hardware: Hardware | None
 ) -> tuple[ModelShape, Setting]:
     """Return the model as the device's kernels compute it, and the setting of a question, with
-    defaults filled in.
-
-    Raises:
-        ConfigError: as `MemoryPlanner.of`.
-    """
+    defaults filled in. Raises ConfigError as `MemoryPlanner.of`."""
     shape = replace(shape, dtype=_dtype(shape, device, question, hardware))
     if question.draft == MTP:
         shape = shape.with_own_head()

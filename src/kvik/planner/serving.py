@@ -163,11 +163,7 @@ class Serving:
     memo: Memo = field(default_factory=Memo, compare=False, repr=False)
 
     def expected_seconds(self, step: PlannedStep) -> float:
-        """Return the expected duration of a step.
-
-        Raises:
-            ConfigError: as `step_time`.
-        """
+        """Return the expected duration of a step. Raises ConfigError as `step_time`."""
         at = self.at
         key = (at.weight_format, at.kv_format, at.tp, at.pp, step)
         if key not in self.memo.steps:
@@ -279,10 +275,7 @@ def predict(serving: Serving, traffic: Traffic, concurrency: int) -> Prediction 
 def largest_load(serving: Serving, traffic: Traffic, slo: Slo) -> Prediction | None:
     """Predict the largest load that keeps the SLO with no request waiting for a slot.
 
-    Returns None if even a single request misses the SLO.
-
-    Raises:
-        ConfigError: as `predict`.
+    Returns None if even a single request misses the SLO. Raises ConfigError as `predict`.
     """
 
     def keeps_slo(concurrency: int) -> bool:
@@ -383,11 +376,8 @@ ITERATIONS = 12  # step lengths converge to 1 %
 
 def predict_rate(serving: Serving, traffic: Traffic, rate: float) -> Prediction | None:
     """Predict random arrivals at `rate` requests per second: the concurrency with that throughput,
-    and how long requests wait. None if the rate reaches the highest throughput.
-
-    Raises:
-        ConfigError: as `predict`.
-    """
+    and how long requests wait. None if the rate reaches the highest throughput. Raises ConfigError
+    as `predict`."""
 
     def slower(concurrency: int) -> bool:
         prediction = predict(serving, traffic, concurrency)

@@ -100,10 +100,7 @@ class Admission:
 
     def admit(self, tenant: str, requests: int, tokens: int) -> Reservation:
         """Count `requests` siblings with `tokens` prompt tokens each, until they start or end.
-
-        Raises:
-            OverloadError: see `check`.
-        """
+        Raises OverloadError as `check`."""
         self.check(tenant, requests, requests * tokens)
         self._change(tenant, requests, tokens)
         return Reservation(self, tenant, requests, tokens)

@@ -302,10 +302,7 @@ class Generations:
 
     def check_capacity(self, tenant: str, num_requests: int) -> None:
         """Refuse requests that do not fit into the queue, before their prompts are processed.
-
-        Raises:
-            OverloadError, UnavailableError: see `start_all`.
-        """
+        Raises OverloadError and UnavailableError as `start_all`."""
         with self._counted_refusals(tenant):
             self._check_ready()
             self._admission.check(tenant, num_requests)

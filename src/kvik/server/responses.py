@@ -225,11 +225,8 @@ async def start_all(
 async def generation_response(
     request: Request, generations: Sequence[Generation], form: ResponseFormat, stream: bool | None
 ) -> Response:
-    """Return the response for generations that were started together.
-
-    Raises:
-        KvikError, ClientDisconnect: see `wait_for_outputs`.
-    """
+    """Return the response for generations that were started together. Raises KvikError and
+    ClientDisconnect as `wait_for_outputs`."""
     lends = generations[0].transfer.lends
     if stream and not lends:
         for generation in generations:

@@ -219,11 +219,8 @@ class Texts:
         return self._format.result()
 
     def with_format(self, tool_format: str) -> Texts:
-        """Return a copy for another format of tool calls; "auto" keeps this one.
-
-        Raises:
-            ConfigError: as the constructor.
-        """
+        """Return a copy for another format of tool calls; "auto" keeps this one. Raises ConfigError
+        as the constructor."""
         other = copy.copy(self)
         if tool_format != AUTO:
             other._set_format(tool_format)
