@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from kvik.config.model_source import DESCRIPTION, MODULE
 from kvik.core.sampling_params import MIN_TEMPERATURE, PARAMETERS, SamplingParams
@@ -26,30 +26,9 @@ POOLING = "1_Pooling"  # folder of a module of sentence-transformers
 _STORED = {one.name: one.facts["stored"] for one in PARAMETERS.values() if one.facts["stored"]}
 
 
-class ModelFiles(Protocol):
-    """The files of a model. Each method reads some, and raises `ModelError` if they are invalid."""
-
-    def spec(self) -> ModelSpec: ...
-
-    def has_tokenizer(self) -> bool:
-        """Return whether there is a tokenizer; without one, prompts are token ids."""
-        ...
-
-    def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer; if there is none, `ModelError` says what is missing."""
-        ...
-
-    def default_params(self) -> SamplingParams:
-        """Return the sampling parameters of requests that set none."""
-        ...
-
-    def descriptions(self) -> dict[str, bytes]:
-        """Return name -> content of the same files in Hugging Face format, without weights."""
-        ...
-
-
 class Folder:
-    """A folder in Hugging Face format."""
+    """A folder in Hugging Face format. Each method reads some of the files, and raises `ModelError`
+    if they are invalid."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -58,16 +37,20 @@ class Folder:
         return read_model_spec(self._path)
 
     def has_tokenizer(self) -> bool:
+        """Return whether there is a tokenizer; without one, prompts are token ids."""
         return (self._path / "tokenizer.json").exists()
 
     def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer; if there is none, `ModelError` says what is missing."""
         return Tokenizer.load(self._path)
 
     def default_params(self) -> SamplingParams:
+        """Return the sampling parameters of requests that set none."""
         file = self._path / GENERATION_CONFIG
         return default_params(read_json(file), file.name) if file.exists() else SamplingParams()
 
     def descriptions(self) -> dict[str, bytes]:
+        """Return name -> content of the same files in Hugging Face format, without weights."""
         patterns = (*DESCRIPTION, MODULE)
         paths = {path for pattern in patterns for path in self._path.glob(pattern)}
         names = sorted(path.relative_to(self._path).as_posix() for path in paths if path.is_file())
@@ -82,7 +65,7 @@ class Folder:
 
 
 class Gguf:
-    """A GGUF file."""
+    """A GGUF file; the methods are those of `Folder`."""
 
     def __init__(self, path: Path) -> None:
         self._file = read_gguf(path)
@@ -121,6 +104,9 @@ class Gguf:
                 {name: value for name, value in named.items() if value is not None}
             )
         return files
+
+
+ModelFiles = Folder | Gguf
 
 
 def model_files(path: Path) -> ModelFiles:

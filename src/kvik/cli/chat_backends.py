@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -49,39 +48,12 @@ class Facts:
     note: str = ""
 
 
-class ChatAnswer(AbstractContextManager["ChatAnswer"], Protocol):
-    """An answer as chunks of text, read inside its `with`; leaving the block stops the answer."""
-
-    def __iter__(self) -> Iterator[str]:
-        """Raises `KvikError`: the answer failed and must not be kept."""
-        ...
-
-    @property
-    def facts(self) -> Facts | None:
-        """None if the answer did not end."""
-        ...
-
-
-class Backend(Protocol):
-    """Answers messages, with the sampling parameters given at construction.
+class LocalBackend:
+    """Answers with an engine in this process.
 
     Attributes:
         banner: the model and its main settings, to show before the first message.
     """
-
-    banner: str
-
-    def answer(self, messages: Messages) -> ChatAnswer:
-        """Raises `KvikError`: these messages cannot be answered."""
-        ...
-
-    def stats(self) -> str:
-        """Describe the backend in one line."""
-        ...
-
-
-class LocalBackend:
-    """Answers with an engine in this process."""
 
     def __init__(self, llm: LLM, params: SamplingParams) -> None:
         self.params = params
@@ -90,6 +62,7 @@ class LocalBackend:
         self._limit = llm.resolved.scheduler.max_model_len
 
     def answer(self, messages: Messages) -> LocalAnswer:
+        """Begin to answer; raises `KvikError` if these messages cannot be answered."""
         conversation = [dict(message) for message in messages]
         try:
             return LocalAnswer(self._llm.stream_chat(conversation, self.params), self._limit)
@@ -103,6 +76,7 @@ class LocalBackend:
             raise ParamError("prompt", message) from None
 
     def stats(self) -> str:
+        """Describe the backend in one line."""
         stats = self._llm.stats()
         return (
             f"engine: {stats.steps} steps, {stats.delivered_tokens} tokens, "
@@ -123,7 +97,7 @@ def _banner(resolved: ResolvedConfig) -> str:
 
 
 class LocalAnswer:
-    """One answer of the engine.
+    """One answer of the engine, read inside its `with`; leaving the block stops the answer.
 
     Args:
         limit: tokens of the context.
@@ -140,6 +114,7 @@ class LocalAnswer:
         self._stream.__exit__(*exception)
 
     def __iter__(self) -> Iterator[str]:
+        """Yield chunks of text; raises `KvikError` if the answer failed and must not be kept."""
         for delta in self._stream:
             yield delta.text
         output = self._stream.output
@@ -148,6 +123,7 @@ class LocalAnswer:
 
     @property
     def facts(self) -> Facts | None:
+        """None if the answer did not end."""
         output = self._stream.output
         if output is None:
             return None
@@ -235,6 +211,9 @@ class RemoteBackend:
 
     def stats(self) -> str:
         return f"server: {self._server.url}, model {self._model}"
+
+
+Backend = LocalBackend | RemoteBackend
 
 
 class RemoteAnswer:

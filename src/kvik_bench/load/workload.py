@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import accumulate, count, pairwise
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -149,13 +149,6 @@ def _read_row(row: Sequence[str], line: int) -> tuple[datetime, int, int]:
 MAX_TOKENS = 1 << 22
 
 
-class Lengths(Protocol):
-    """The lengths of requests, which depend only on their numbers."""
-
-    def of(self, index: int, turn: int) -> tuple[int, int]:
-        """Return the tokens of the prompt and of the answer, in a turn of conversation `index`."""
-
-
 @dataclass(frozen=True, slots=True)
 class Length:
     """A distribution of token counts, never below 1.
@@ -225,6 +218,7 @@ class DrawnLengths:
         )
 
     def of(self, index: int, turn: int) -> tuple[int, int]:
+        """Return the tokens of the prompt and of the answer, in a turn of conversation `index`."""
         rng = random.Random(f"{self.seed}/lengths/{index}/{turn}")
         return self.prompt.draw(rng), self.output.draw(rng)
 
@@ -239,6 +233,8 @@ class TraceLengths:
         row = self.rows[index % len(self.rows)]
         return row.prompt_tokens, row.output_tokens
 
+
+Lengths = DrawnLengths | TraceLengths
 
 Content = str | list[int]  # text, or token ids
 
@@ -284,21 +280,6 @@ class LoadConversation:
         return replace(self, turns=self.turns[:turns])
 
 
-class LoadWorkload(Protocol):
-    """Conversations by number, from 0."""
-
-    @property
-    def turns(self) -> int: ...  # of each conversation
-
-    def conversation(self, index: int) -> LoadConversation: ...
-
-
-class Filler(Protocol):
-    """Makes prompt contents of a given length."""
-
-    def fill(self, tokens: int, seed: str) -> Content: ...
-
-
 @dataclass(frozen=True, slots=True)
 class TokenFiller:
     """Random token ids, each equally likely. Exact in length."""
@@ -321,6 +302,9 @@ class WordFiller:
     def fill(self, tokens: int, seed: str) -> str:
         picks: list[int] = (_raw(tokens, seed) % np.uint64(len(WORDS))).tolist()
         return " ".join([WORDS[i] for i in picks])
+
+
+Filler = TokenFiller | WordFiller
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,6 +350,9 @@ class TextWorkload:
             rng = random.Random(f"{self.seed}/lengths/{index}/{turn}")
             turns.append(LoadTurn(text, len(text.split()), self.output.draw(rng)))
         return LoadConversation(tuple(turns))
+
+
+LoadWorkload = RandomWorkload | TextWorkload
 
 
 def read_texts(path: Path) -> list[str]:
