@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from mmap import mmap
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import msgspec
 import numpy as np
@@ -86,7 +86,53 @@ class RankReady(msgspec.Struct, frozen=True, array_like=True):
     error: str
 
 
-class RankProcesses:
+class LinkedProcesses:
+    """Processes that compute with this one; if one of them is lost, all are. See `Followers`."""
+
+    def __init__(self, kind: str, option: str, first: int = 0) -> None:
+        """
+        Args:
+            kind: of the processes, numbered from `first`.
+            option: which sets their number, for errors.
+        """
+        self.lost = ""  # see `Followers.lost`
+        self._lost_set = threading.Event()  # `lost` is set
+        self._lines: list[Connection] = []
+        self._kind, self._option, self._first = kind, option, first
+
+    def send(self, message: Message) -> None:
+        """See `Followers.send`."""
+        data = encode(message)
+        try:
+            for line in self._lines:
+                line.send_bytes(data)
+        except OSError:
+            self._raise_lost()
+        if self.lost:
+            self._raise_lost()
+
+    def ask(self, message: LoadAdapter) -> None:
+        """See `Followers.ask`."""
+        self.send(message)
+        try:  # all replies come before the next message
+            replies = [line.recv_bytes().decode() for line in self._lines]
+        except (EOFError, OSError):
+            self._raise_lost()
+        for number, reason in enumerate(replies, self._first):
+            if reason:
+                raise ConfigError("adapters", f"{self._kind} {number} cannot load it: {reason}")
+
+    def give_up(self, reason: str) -> None:
+        """Make every later call raise `GroupLost`."""
+        self.lost = self.lost or reason
+        self._lost_set.set()
+
+    def _raise_lost(self) -> NoReturn:
+        self._lost_set.wait(END_SECONDS)
+        raise GroupLost(self._option, self.lost or f"a {self._kind} is gone") from None
+
+
+class RankProcesses(LinkedProcesses):
     """The other ranks of a group, for rank 0; see `OtherRanks`."""
 
     def __init__(
@@ -101,6 +147,7 @@ class RankProcesses:
             stage: the pipeline stage of the group; None: the group has all layers.
             cores: of the group; (): all cores that this process may use.
         """
+        super().__init__("rank", OPTION, 1)
         size = resolved.runner.ranks
         memory = resolved.memory
         num_bytes = max(MIN_MEMORY, MEMORY * (memory.activations + memory.overhead))
@@ -115,11 +162,8 @@ class RankProcesses:
         self.memory = np.frombuffer(self._mapping, np.uint8)
         self._barrier = Barrier(self.memory)
         self._began = time.monotonic()
-        self.lost = ""  # see `OtherRanks.lost`
-        self._lost_set = threading.Event()  # `lost` is set
         self._closed = False
         self._children: list[subprocess.Popen[bytes]] = []
-        self._lines: list[Connection] = []
         self._group: GroupMember | None = None
         self._watcher = threading.Thread(target=self._watch, name="kvik-ranks", daemon=True)
         shares, number = cores_of(size, cores), None if stage is None else stage.number
@@ -207,31 +251,6 @@ class RankProcesses:
                         return ConfigError(OPTION, f"rank {rank} {ready.error}")
         return GroupLost(OPTION, f"{self.lost or 'a rank is gone'} while it loaded")
 
-    def send(self, message: Message) -> None:
-        """Send a message to each other rank.
-
-        Raises:
-            GroupLost: a rank has ended.
-        """
-        data = encode(message)
-        for line in self._lines:
-            try:
-                line.send_bytes(data)
-            except OSError:
-                self._lost_set.wait(END_SECONDS)
-                raise GroupLost(OPTION, self.lost or "a rank is gone") from None
-        if self.lost:
-            raise GroupLost(OPTION, self.lost)
-
-    def ask(self, message: LoadAdapter) -> None:
-        """See `Followers.ask`."""
-        self.send(message)
-        try:
-            check_replies("rank", self._lines, 1)
-        except (EOFError, OSError):
-            self._lost_set.wait(END_SECONDS)
-            raise GroupLost(OPTION, self.lost or "a rank is gone") from None
-
     @contextmanager
     def jointly(self, message: Message) -> Iterator[None]:
         self.send(message)
@@ -239,10 +258,10 @@ class RankProcesses:
             yield
         except BrokenGroup as error:
             if not self._lost_set.wait(END_SECONDS):
-                self._lose(f"an exchange between ranks failed: {str(error) or 'one is gone'}")
+                self.give_up(f"an exchange between ranks failed: {str(error) or 'one is gone'}")
             raise GroupLost(OPTION, self.lost) from None
         except BaseException:
-            self._lose("rank 0 was interrupted while all ranks computed")
+            self.give_up("rank 0 was interrupted while all ranks computed")
             raise
         if self._barrier.broken:
             raise GroupLost(OPTION, self.lost)
@@ -275,10 +294,9 @@ class RankProcesses:
             self._group.close()
         self._files.close()
 
-    def _lose(self, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
         """Note why the group is lost, and make all ranks stop waiting for each other."""
-        self.lost = self.lost or reason
-        self._lost_set.set()
+        super().give_up(reason)
         self._barrier.give_up()
         if self._group is not None:
             self._group.give_up()
@@ -296,37 +314,21 @@ class RankProcesses:
                 return
             if gone:
                 rank = ranks[gone[0][0]]
-                self._lose(f"rank {rank} {exit_message(self._children[rank - 1])}")
+                self.give_up(f"rank {rank} {exit_message(self._children[rank - 1])}")
                 return
             for rank, watch in heartbeats.items():
                 silent = watch.look(self._barrier.beats(rank), time.monotonic())
                 if silent:
-                    self._lose(f"rank {rank} {silent}")
+                    self.give_up(f"rank {rank} {silent}")
                     self._children[rank - 1].kill()
                     return
                 arrived = self._barrier.arrivals(rank)
                 behind = 0 < (self._barrier.arrivals(0) - arrived) % 2**32 < 2**31
                 waited = waits[rank].look(arrived, time.monotonic(), expected=behind)
                 if waited >= EXCHANGE_SECONDS:
-                    self._lose(f"rank {rank} has not come to an exchange within {waited:.0f} s")
+                    self.give_up(f"rank {rank} has not come to an exchange within {waited:.0f} s")
                     self._children[rank - 1].kill()
                     return
-
-
-def check_replies(kind: str, lines: Sequence[Connection], first: int = 0) -> None:
-    """Wait for the replies to a message that asks for one.
-
-    Args:
-        kind: of the processes, numbered from `first`.
-
-    Raises:
-        ConfigError: one has replied with a reason.
-        EOFError, OSError: one is gone.
-    """
-    replies = [line.recv_bytes().decode() for line in lines]  # all, before the next message
-    for number, reason in enumerate(replies, first):
-        if reason:
-            raise ConfigError("adapters", f"{kind} {number} cannot load it: {reason}")
 
 
 class Process(Protocol):

@@ -40,20 +40,20 @@ from kvik.child_process import (
 from kvik.collector import freeze, uncollected
 from kvik.config.config import ResolvedConfig, RunnerConfig
 from kvik.config.hardware import detect
-from kvik.errors import NOTES_LOG, ConfigError, GroupLost
+from kvik.errors import NOTES_LOG, ConfigError
 from kvik.kernels.cpu._native import Heartbeat
 from kvik.links import Address, Handshake, LinkError, LinkListener, connect, hang_up, host_of
 from kvik.rank_process import (
     END_SECONDS,
     LOAD_TIMES,
     MIN_LOAD_SECONDS,
+    LinkedProcesses,
     Process,
     RankProcesses,
-    check_replies,
     exit_message,
     on_cores,
 )
-from kvik.worker.group import IdleStep, LoadAdapter, Message, decode, encode
+from kvik.worker.group import IdleStep, decode
 
 OPTION = "pipeline_parallel_size"
 JOIN_SECONDS = 60.0  # limit for a stage to start and to connect
@@ -157,24 +157,22 @@ class StageReceiver:
         self._arrived.put(None)
 
 
-class StageProcesses:
+class StageProcesses(LinkedProcesses):
     """The stages before the last one; see `EarlierStages`."""
 
     def __init__(self, resolved: ResolvedConfig, launcher: Launcher) -> None:
         """Start the stages. They load at the same time as the last one."""
+        super().__init__("stage", OPTION)
         self._resolved, self._launcher = resolved, launcher
         count = len(resolved.runner.stages)
         self._cores = cores_of(count) if launcher.is_local else [[] for _ in range(count)]
         token = secrets.token_hex()
         self._listener = LinkListener(launcher.host, bytes.fromhex(token))
         self._processes: list[Process] = []
-        self._lines: list[Connection] = []
         self._beats: list[Connection] = []
         self._receiver: StageReceiver | None = None
         self._error = ""  # why a stage cannot load
         self._may_load, self._joined = threading.Event(), threading.Event()
-        self.lost = ""  # see `EarlierStages.lost`
-        self._lost_set = threading.Event()  # `lost` is set
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._main, name="kvik-stages", daemon=True)
         self._began = time.monotonic()
@@ -210,29 +208,6 @@ class StageProcesses:
             self.stop()
             raise ConfigError(OPTION, self._error)
 
-    def send(self, message: Message) -> None:
-        """Send a message to each stage.
-
-        Raises:
-            GroupLost: a stage has ended.
-        """
-        data = encode(message)
-        for line in self._lines:
-            try:
-                line.send_bytes(data)
-            except OSError:
-                self._raise_lost()
-        if self.lost:
-            self._raise_lost()
-
-    def ask(self, message: LoadAdapter) -> None:
-        """See `Followers.ask`."""
-        self.send(message)
-        try:
-            check_replies("stage", self._lines)
-        except (EOFError, OSError):
-            self._raise_lost()
-
     def idle_step(self) -> bool:
         """See `EarlierStages.idle_step`."""
         self.send(IdleStep())
@@ -240,24 +215,14 @@ class StageProcesses:
             return bool(b"".join(line.recv_bytes() for line in self._lines))
         except (EOFError, OSError):
             self._raise_lost()
-            raise
 
     def entered(self) -> bytes:
-        """Wait for the hidden states of the next step; see `EarlierStages.entered`.
-
-        Raises:
-            GroupLost: a stage has ended.
-        """
+        """Wait for the hidden states of the next step; see `EarlierStages.entered`."""
         assert self._receiver is not None
         try:
             return self._receiver.take()
         except EOFError:
             self._raise_lost()
-            raise
-
-    def give_up(self, reason: str) -> None:
-        self.lost = self.lost or reason
-        self._lost_set.set()
 
     def stop(self) -> None:
         """End the stages; safe to call twice."""
@@ -278,10 +243,6 @@ class StageProcesses:
             self._receiver.stop()
         for line in (*self._lines, *self._beats):
             line.close()
-
-    def _raise_lost(self) -> None:
-        self._lost_set.wait(END_SECONDS)
-        raise GroupLost(OPTION, self.lost or "a stage is gone") from None
 
     # -- a thread: connects the stages while the last one loads, then watches them ----------------
 
