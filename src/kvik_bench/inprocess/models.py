@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
+from kvik.cli.report import kv_format
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.units import MIB
 from kvik.errors import ConfigError
@@ -30,7 +31,6 @@ from kvik.evaluate.windows import (
     resolve_reader,
 )
 from kvik.launch import resolve_config
-from kvik.spec.kv import AUTO, formats_of
 from kvik_bench.inprocess.inproc import LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests, fixed
 from kvik_bench.inprocess.measures import DECODE
@@ -129,7 +129,7 @@ class ModelComparison:
                     *_qualities(quality, qualities[0] if i else None),
                     *speeds(runs[i], runs[0] if i else None),
                 ),
-                {"weights in": _method(resolved), "KV cache in": _kv_format(resolved)},
+                {"weights in": _method(resolved), "KV cache in": kv_format(resolved)},
             )
             for i, (contender, resolved, quality) in enumerate(
                 zip(self.contenders, self.read_by, qualities, strict=True)
@@ -268,11 +268,6 @@ def _method(resolved: ResolvedConfig) -> str:
     stored = str(resolved.model.quantization or resolved.runner.dtype)
     rounded = resolved.runner.quantization
     return stored if rounded == "none" else f"{stored}, rounded to {rounded}"
-
-
-def _kv_format(resolved: ResolvedConfig) -> str:
-    names = formats_of(resolved.cache.groups)
-    return " and ".join(resolved.runner.dtype if name == AUTO else name for name in names)
 
 
 # Comparison before and after a change, for `kvik quantize`.

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 from zlib import crc32
 
 import aiohttp
@@ -35,8 +36,8 @@ class Dialect:
     usage: bool = True  # token counts at the end of a stream
     running_usage: bool = True  # token counts with each chunk
 
-    def fields(self, output_tokens: int) -> dict[str, object]:
-        fields: dict[str, object] = {self.limit: output_tokens}
+    def fields(self, output_tokens: int) -> dict[str, Any]:
+        fields: dict[str, Any] = {self.limit: output_tokens}
         if self.ignore_eos:
             fields["ignore_eos"] = True
         if self.usage:
@@ -48,13 +49,9 @@ class Dialect:
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the fields that are sent."""
-        pairs = (
-            (self.limit, True),
-            ("ignore_eos", self.ignore_eos),
-            ("include_usage", self.usage),
-            ("continuous_usage_stats", self.usage and self.running_usage),
-        )
-        return tuple(name for name, is_sent in pairs if is_sent)
+        fields = self.fields(0)
+        options = fields.pop("stream_options", {})
+        return (*fields, *options)
 
     def after_refusal(self, message: str) -> Dialect | None:
         """Return the dialect to try after a server refused a request with this message; None:
@@ -174,17 +171,14 @@ class AnswerReader:
             self._record_output(now, total - self._counted)
 
     def _has_output(self, choice: StreamedChoice) -> bool:
-        text, delta = choice.text, choice.delta
+        text, delta, more = choice.text, choice.delta, False
         if delta is not None:
             text = delta.content
-            if delta.reasoning_content or delta.reasoning or delta.refusal or delta.tool_calls:
-                if text:
-                    self._texts.append(text)
-                return True
-        if not text:
-            return False
-        self._texts.append(text)
-        return True
+            thought = delta.reasoning_content or delta.reasoning
+            more = bool(thought or delta.refusal or delta.tool_calls)
+        if text:
+            self._texts.append(text)
+        return bool(text) or more
 
     def _record_output(self, now: float, tokens: int) -> None:
         self._record.chunk(now, tokens)
