@@ -286,7 +286,7 @@ class Metrics:
 
     async def summary(self, request: Request) -> Response:
         stats = await self._server.engine.stats()
-        busy = stats.time.executor + stats.time.host
+        busy = stats.time.busy
         return json_response(
             MetricsSummary(
                 model=self._server.model_name,

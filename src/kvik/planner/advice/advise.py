@@ -57,18 +57,17 @@ def serving_flags(serving: Serving, usual: Serving) -> tuple[str, ...]:
     """Return the flags that change the usual setting to this one."""
     at, was = serving.at, usual.at
     made, other = weight_facts(at.weight_format), at.weight_format != was.weight_format
-    drafting, source = serving.drafting, at.source
     options: list[tuple[str, object, bool]] = [
         ("dtype", made.dtype, bool(made.dtype) and other),
         ("quantization", made.quantization, bool(made.quantization) and other),
         ("kv_cache_dtype", at.kv_format, at.kv_format != _kv_of(serving.shape, at)),
         ("max_num_seqs", serving.seqs, serving.seqs != usual.seqs),
         ("max_num_batched_tokens", serving.budget, serving.budget != serving.usual_budget),
-        ("spec_method", _method(source), drafting is not None),
-        ("spec_model", shlex.quote(source.path), source not in (NO_SOURCE, OWN_HEAD)),
-        ("spec_tokens", drafting.drafts if drafting else 0, drafting is not None),
     ]
-    return tuple(flag(option, value) for option, value, changed in options if changed)
+    flags = [flag(option, value) for option, value, changed in options if changed]
+    if serving.drafting is not None:
+        flags += [*drafting_flags(at.source), flag("spec_tokens", serving.drafting.drafts)]
+    return tuple(flags)
 
 
 def kv_formats(serving: Serving) -> Iterator[Position]:
@@ -82,16 +81,11 @@ def kv_formats(serving: Serving) -> Iterator[Position]:
                 yield name, _renewed(serving, smaller)
 
 
-def _method(source: DraftSource) -> str:
-    """Return the method of a drafter, prompt lookup if there is none."""
-    return source.method or "ngram"
-
-
 def drafting_flags(source: DraftSource) -> tuple[str, ...]:
     """Return the flags that turn speculation on; the engine adapts the number of drafts."""
     named = source not in (NO_SOURCE, OWN_HEAD)
     model = (flag("spec_model", shlex.quote(source.path)),) if named else ()
-    return flag("spec_method", _method(source)), *model
+    return flag("spec_method", source.method or "ngram"), *model  # without one: prompt lookup
 
 
 def widened(serving: Serving) -> Serving:
