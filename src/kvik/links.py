@@ -34,19 +34,12 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Handshake(msgspec.Struct, frozen=True, array_like=True):
-    """Identifies the connecting process.
+    """Identifies the connecting process."""
 
-    Attributes:
-        role: what the connection is for.
-        stage: number of the process's stage.
-        hop: address at which it listens for the stage before it.
-        version: of kvik.
-    """
-
-    role: str
-    stage: int
-    hop: Address | None = None
-    version: str = __version__
+    role: str  # what the connection is for
+    stage: int  # number of the process's stage
+    hop: Address | None = None  # address at which it listens for the stage before it
+    version: str = __version__  # of kvik
 
 
 class LinkError(Exception):
@@ -54,11 +47,7 @@ class LinkError(Exception):
 
 
 class LinkListener:
-    """Accepts connections from processes that know the token.
-
-    Attributes:
-        address: where it listens.
-    """
+    """Accepts connections from processes that know the token."""
 
     def __init__(self, host: str, token: bytes, port: int = 0) -> None:
         """
@@ -68,7 +57,7 @@ class LinkListener:
         """
         self._token = token
         self._socket = socket.create_server((host, port), backlog=64)
-        self.address = Address(*self._socket.getsockname()[:2])
+        self.address = Address(*self._socket.getsockname()[:2])  # where it listens
 
     def accept(self, seconds: float) -> tuple[Handshake, Connection]:
         """Return the next connection. Peers that do not know the token are rejected.

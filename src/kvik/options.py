@@ -129,16 +129,12 @@ class Flag(Kind):
 
 @dataclass(frozen=True)
 class Text(Kind):
-    """A string, or a path, that matches `pattern`, which `noun` describes.
-
-    Attributes:
-        secret: no error shows it.
-    """
+    """A string, or a path, that matches `pattern`, which `noun` describes."""
 
     noun: str = "text"
     pattern: str = r"[^\0]*"
     metavar: str = "TEXT"
-    secret: bool = False
+    secret: bool = False  # no error shows it
 
     def checked(self, value: object) -> str:
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
@@ -234,20 +230,14 @@ class JsonObject(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One field that is an option.
-
-    Attributes:
-        optional: the value may be None, written "none" as text.
-        help: what it means.
-        facts: further declared facts, by the keys above.
-    """
+    """One field that is an option."""
 
     name: str
     kind: Kind
     default: Any
-    help: str
-    optional: bool
-    facts: Mapping[str, Any]
+    help: str  # what it means
+    optional: bool  # the value may be None, written "none" as text
+    facts: Mapping[str, Any]  # further declared facts, by the keys above
 
     @property
     def description(self) -> str:

@@ -75,15 +75,10 @@ class RankStart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankReady(msgspec.Struct, frozen=True, array_like=True):
-    """Reply of a rank: what it has loaded, or why it cannot load.
+    """Reply of a rank: what it has loaded, or why it cannot load."""
 
-    Attributes:
-        digest: of what it has loaded (`GroupMember.digest`); "" after an error.
-        error: "": none.
-    """
-
-    digest: str
-    error: str
+    digest: str  # of what it has loaded (`GroupMember.digest`); "" after an error
+    error: str  # "": none
 
 
 class LinkedProcesses:

@@ -24,15 +24,10 @@ def add_key_flag(add: argparse._ActionsContainer, help: str = KEY_HELP) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RemoteServer:
-    """A server given by `--url` and `--api-key`.
+    """A server given by `--url` and `--api-key`."""
 
-    Attributes:
-        url: with http:// or https://, and without the final /v1 of OpenAI's clients.
-        key: "": none.
-    """
-
-    url: str
-    key: str = field(default="", repr=False)
+    url: str  # with http:// or https://, and without the final /v1 of OpenAI's clients
+    key: str = field(default="", repr=False)  # "": none
 
     @classmethod
     def at(cls, url: str, key: str | None = None) -> RemoteServer:

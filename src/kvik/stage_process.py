@@ -62,15 +62,11 @@ NOT_CONNECTED = 3  # exit code of a stage that cannot connect to the engine
 
 
 class StageStart(msgspec.Struct, frozen=True, array_like=True):
-    """First message to a stage: what to load.
-
-    Attributes:
-        next: address at which the next stage listens.
-    """
+    """First message to a stage: what to load."""
 
     config: ResolvedConfig
     cores: list[int]
-    next: Address
+    next: Address  # address at which the next stage listens
 
 
 class StageReady(msgspec.Struct, frozen=True, array_like=True):
@@ -82,15 +78,10 @@ class StageReady(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Launcher(Protocol):
-    """Starts processes, here or on other machines.
+    """Starts processes, here or on other machines."""
 
-    Attributes:
-        host: address of this machine that they connect to.
-        is_local: they run on this machine, and share its cores.
-    """
-
-    host: str
-    is_local: bool
+    host: str  # address of this machine that they connect to
+    is_local: bool  # they run on this machine, and share its cores
 
     def start(self, stage: int, arguments: Sequence[str], token: str) -> Process:
         """Start a stage; the launcher appends the host of its machine to the arguments."""

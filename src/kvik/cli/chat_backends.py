@@ -37,15 +37,10 @@ Messages = Sequence[Mapping[str, str]]  # each with role and content, the oldest
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts about a finished answer.
+    """Facts about a finished answer."""
 
-    Attributes:
-        figures: tokens and times, in one line.
-        note: why the answer was cut short; empty if it was not.
-    """
-
-    figures: str
-    note: str = ""
+    figures: str  # tokens and times, in one line
+    note: str = ""  # why the answer was cut short; empty if it was not
 
 
 class LocalBackend:

@@ -190,15 +190,10 @@ OWN = ("prompt", "messages", "priority")  # fields of a line that are not sampli
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One prompt of the file.
+    """One prompt of the file."""
 
-    Attributes:
-        number: its line number, from 1.
-        prompt: None if the line has messages.
-    """
-
-    number: int
-    prompt: Prompt | None
+    number: int  # its line number, from 1
+    prompt: Prompt | None  # None if the line has messages
     messages: Sequence[Mapping[str, Any]] | None
     priority: int
     sampling: Mapping[str, Any]

@@ -39,19 +39,12 @@ BUILTIN, NONE = "builtin", "none"
 
 @dataclass(frozen=True, slots=True)
 class BeforeAfter:
-    """Measures a model before and after quantisation, as the engine runs both on this machine.
+    """Measures a model before and after quantisation, as the engine runs both on this machine."""
 
-    Attributes:
-        before: the model as it was.
-        name: description of the text.
-        texts: texts to read; if empty, perplexity is not measured.
-        speed: whether decoding speed is measured.
-    """
-
-    before: EngineConfig
-    name: str
-    texts: Sequence[str]
-    speed: bool
+    before: EngineConfig  # the model as it was
+    name: str  # description of the text
+    texts: Sequence[str]  # texts to read; if empty, perplexity is not measured
+    speed: bool  # whether decoding speed is measured
 
     @classmethod
     def of(cls, before: EngineConfig, data: str, speed: bool) -> BeforeAfter:

@@ -36,20 +36,13 @@ FUSED_DTYPES, MAX_FUSED_HEAD_DIM = ("bfloat16", "float16"), 256
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Device, dtype, kernels and attention backend of an engine.
+    """Device, dtype, kernels and attention backend of an engine."""
 
-    Attributes:
-        device: "cpu" or "cuda:N". gpu: its facts; None for the CPU.
-        dtype: "float32", "bfloat16" or "float16".
-        kernels: "native", "triton" or "torch"; `TRANSFORMERS`.
-        attention: the backend.
-    """
-
-    device: str
-    gpu: Gpu | None
-    dtype: str
-    kernels: str
-    attention: str
+    device: str  # "cpu" or "cuda:N"
+    gpu: Gpu | None  # its facts; None for the CPU
+    dtype: str  # "float32", "bfloat16" or "float16"
+    kernels: str  # "native", "triton" or "torch"; `TRANSFORMERS`
+    attention: str  # the backend
 
     @property
     def kind(self) -> str:

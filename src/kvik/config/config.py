@@ -51,21 +51,13 @@ _UNITS = {"": 0, "KIB": 10, "K": 10, "MIB": 20, "M": 20, "GIB": 30, "G": 30, "TI
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """Requested tiers of the KV cache.
+    """Requested tiers of the KV cache."""
 
-    Attributes:
-        memory: bytes of the memory tier; 0: none.
-        disk: bytes of the disk tier; 0: none.
-        folder: folder of the disk tier.
-        peers: whether pages are fetched from other engines.
-        lends: whether other engines may fetch pages.
-    """
-
-    memory: int = 0
-    disk: int = 0
-    folder: str | None = None
-    peers: bool = False
-    lends: bool = False
+    memory: int = 0  # bytes of the memory tier; 0: none
+    disk: int = 0  # bytes of the disk tier; 0: none
+    folder: str | None = None  # folder of the disk tier
+    peers: bool = False  # whether pages are fetched from other engines
+    lends: bool = False  # whether other engines may fetch pages
 
 
 @dataclass(frozen=True)

@@ -58,15 +58,10 @@ NO_GRAPHS = "no request would fit into memory beside them; decoding takes longer
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Fits an engine into memory.
+    """Fits an engine into memory."""
 
-    Attributes:
-        config: the options.
-        footprint: the engine's memory.
-    """
-
-    config: EngineConfig
-    footprint: Footprint
+    config: EngineConfig  # the options
+    footprint: Footprint  # the engine's memory
     limit: Limit
 
     def decide(self, notes: Notes) -> tuple[Footprint, StepSize, int]:

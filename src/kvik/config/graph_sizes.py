@@ -20,21 +20,13 @@ LONGEST = 64  # tokens of a row that one attention kernel supports (kernels/trit
 
 @dataclass(frozen=True, slots=True)
 class GraphSize:
-    """Size of a captured forward, which serves every smaller step of its kind.
+    """Size of a captured forward, which serves every smaller step of its kind."""
 
-    Attributes:
-        rows: number of requests.
-        tokens: tokens of all requests.
-        longest: most tokens of one request.
-        samples: rows of logits.
-        tree: whether the tokens of a row form a tree.
-    """
-
-    rows: int
-    tokens: int
-    longest: int
-    samples: int
-    tree: bool = False
+    rows: int  # number of requests
+    tokens: int  # tokens of all requests
+    longest: int  # most tokens of one request
+    samples: int  # rows of logits
+    tree: bool = False  # whether the tokens of a row form a tree
 
     def serves(self, rows: int, tokens: int, longest: int, samples: int, *, tree: bool) -> bool:
         """Return whether a step can be padded to this size. Each padding request takes one token;

@@ -101,15 +101,11 @@ RANKED_BYTES, RANKED_ROWS = 16, 16
 
 @dataclass(frozen=True, slots=True)
 class HeadsFootprint:
-    """Bytes of draft heads, which are never quantised and run through Python.
-
-    Attributes:
-        drafts: maximum number of drafts of a request in one step.
-    """
+    """Bytes of draft heads, which are never quantised and run through Python."""
 
     spec: HeadsSpec
     dtype: str
-    drafts: int
+    drafts: int  # maximum number of drafts of a request in one step
 
     @property
     def weights(self) -> int:

@@ -92,16 +92,9 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class LiveRequest:
-    """The times of a request, in seconds of the engine's clock; None: not yet.
+    """The times of a request, in seconds of the engine's clock; None: not yet."""
 
-    Attributes:
-        number: in order of arrival, since the engine started; n completions have n numbers.
-        computed: tokens of prompt and output whose K/V is written, or is being written.
-        blocks: held by the request, shared ones included.
-        finish_reason: None until it has finished.
-    """
-
-    number: int
+    number: int  # in order of arrival, since the engine started; n completions have n numbers
     phase: Phase
     arrival: float
     first_scheduled: float | None
@@ -110,10 +103,10 @@ class LiveRequest:
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
-    computed: int
-    blocks: int
+    computed: int  # tokens of prompt and output whose K/V is written, or is being written
+    blocks: int  # held by the request, shared ones included
     preemptions: int
-    finish_reason: str | None = None
+    finish_reason: str | None = None  # None until it has finished
 
 
 @dataclass(frozen=True, slots=True)

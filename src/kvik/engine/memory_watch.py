@@ -17,15 +17,10 @@ LOW_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """The memory state that the system reports.
+    """The memory state that the system reports."""
 
-    Attributes:
-        stalled: seconds that processes have waited for memory, since some time in the past.
-        free: bytes that this process can take, including the page cache of files.
-    """
-
-    stalled: float
-    free: int
+    stalled: float  # seconds that processes have waited for memory, since some time in the past
+    free: int  # bytes that this process can take, including the page cache of files
 
 
 def read_memory() -> MemoryReading:

@@ -272,16 +272,11 @@ class _Completion:
 
 @dataclass(frozen=True, slots=True)
 class OutputSoFar:
-    """What a completion has, before its request has ended.
-
-    Attributes:
-        logprobs: of its last tokens, or of none.
-        stopped: a stop string was met.
-    """
+    """What a completion has, before its request has ended."""
 
     token_ids: list[int]
-    logprobs: list[TokenLogprobs]
-    stopped: bool
+    logprobs: list[TokenLogprobs]  # of its last tokens, or of none
+    stopped: bool  # a stop string was met
 
 
 @dataclass(slots=True)

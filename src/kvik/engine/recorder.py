@@ -184,11 +184,7 @@ class FrameWriter:
 
 
 class RecordReader:
-    """Reads a recording from its beginning.
-
-    Attributes:
-        cut: bytes of an incomplete last frame that were skipped, once all is read.
-    """
+    """Reads a recording from its beginning."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
         """Read the head of the file.
@@ -197,7 +193,7 @@ class RecordReader:
             RecordError: it is not a recording that can be replayed.
         """
         self._file, self._name = file, name
-        self.cut = 0
+        self.cut = 0  # bytes of an incomplete last frame that were skipped, once all is read
         if file.read(len(MAGIC)) != MAGIC:
             raise RecordError(
                 "recording", f"{name} is not a recording, or is one of another version of kvik"

@@ -39,15 +39,10 @@ from kvik.spec.adapters import Adapter
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first difference between a recording and its replay.
+    """The first difference between a recording and its replay."""
 
-    Attributes:
-        step: the step that differs, or before which something differs.
-        request: the request concerned; None: no single one.
-    """
-
-    step: int
-    request: str | None
+    step: int  # the step that differs, or before which something differs
+    request: str | None  # the request concerned; None: no single one
     what: str
 
     def __str__(self) -> str:

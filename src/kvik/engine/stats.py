@@ -102,18 +102,12 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class MoveStats:
-    """Moves between the KV cache and its tiers, as totals since the start.
-
-    Attributes:
-        totals: see `MoveCounters`.
-        off: why the disk tier was turned off; "": it was not.
-        leases: number of leases under which prompts are kept for other engines.
-    """
+    """Moves between the KV cache and its tiers, as totals since the start."""
 
     tiers: tuple[TierStats, ...]
-    totals: MoveCounters
-    off: str = ""
-    leases: int = 0
+    totals: MoveCounters  # see `MoveCounters`
+    off: str = ""  # why the disk tier was turned off; "": it was not
+    leases: int = 0  # number of leases under which prompts are kept for other engines
 
 
 @dataclass(frozen=True, slots=True)

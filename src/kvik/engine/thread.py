@@ -46,17 +46,11 @@ def interrupt(thread: threading.Thread) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CallUpdate:
-    """The results of one step for one call.
+    """The results of one step for one call."""
 
-    Attributes:
-        deltas: of calls that stream.
-        output: of the request that finished.
-        error: why the call cannot be answered; nothing follows.
-    """
-
-    deltas: tuple[TextDelta, ...] = ()
-    output: RequestOutput | None = None
-    error: BaseException | None = None
+    deltas: tuple[TextDelta, ...] = ()  # of calls that stream
+    output: RequestOutput | None = None  # of the request that finished
+    error: BaseException | None = None  # why the call cannot be answered; nothing follows
 
 
 class Call:

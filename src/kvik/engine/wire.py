@@ -40,20 +40,13 @@ class WireError(Exception):
 
 
 class EngineStart(msgspec.Struct, frozen=True, array_like=True, tag="start"):
-    """The first frame: what to load.
-
-    Attributes:
-        record: file of the flight recorder; None: nothing is recorded.
-        cores: cores of the engine; (): those that its parent may use.
-        reports: the client gets `Report` after steps.
-        token: secret shared by engines that exchange pages; b"": there are none.
-    """
+    """The first frame: what to load."""
 
     config: ResolvedConfig
-    record: str | None = None
-    cores: tuple[int, ...] = ()
-    reports: bool = False
-    token: bytes = b""
+    record: str | None = None  # file of the flight recorder; None: nothing is recorded
+    cores: tuple[int, ...] = ()  # cores of the engine; (): those that its parent may use
+    reports: bool = False  # the client gets `Report` after steps
+    token: bytes = b""  # secret shared by engines that exchange pages; b"": there are none
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
@@ -86,15 +79,11 @@ class HandOver(msgspec.Struct, frozen=True, array_like=True, tag="hand"):
 
 
 class Query(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """Ask the engine a question by name; the `Reply` has the same ticket.
-
-    Attributes:
-        adapters: what "set_adapters" sets.
-    """
+    """Ask the engine a question by name; the `Reply` has the same ticket."""
 
     ticket: int
     question: str
-    adapters: tuple[Adapter, ...] = ()
+    adapters: tuple[Adapter, ...] = ()  # what "set_adapters" sets
 
 
 class Credit(msgspec.Struct, frozen=True, array_like=True, tag="credit"):
@@ -121,15 +110,10 @@ class Unusable(msgspec.Struct, frozen=True, array_like=True, tag="unusable"):
 
 
 class Lost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
-    """This engine computes no further step; another one may.
+    """This engine computes no further step; another one may."""
 
-    Attributes:
-        error: of the requests that end with it.
-        waiting: ids of requests for which no step has computed anything.
-    """
-
-    error: str
-    waiting: list[str]
+    error: str  # of the requests that end with it
+    waiting: list[str]  # ids of requests for which no step has computed anything
 
 
 class Stepped(msgspec.Struct, array_like=True, tag="stepped"):
@@ -167,16 +151,12 @@ class StepLimit(msgspec.Struct, frozen=True, array_like=True, tag="limit"):
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """The encoded answer to a `Query`; or the `error` why there is none.
-
-    Attributes:
-        field: of a `ParamError`; "": it is another error.
-    """
+    """The encoded answer to a `Query`; or the `error` why there is none."""
 
     ticket: int
     body: msgspec.Raw
     error: str | None = None
-    field: str = ""
+    field: str = ""  # of a `ParamError`; "": it is another error
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):

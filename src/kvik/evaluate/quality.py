@@ -148,19 +148,13 @@ class PerplexityChange:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The texts to read and their windows, the same for all compared models.
-
-    Attributes:
-        texts: token ids of each, [tokens] int32, without the prefix.
-        prefix: first tokens of every window.
-        vocab_size: of the models that can read it.
-    """
+    """The texts to read and their windows, the same for all compared models."""
 
     window: int
     stride: int
-    texts: tuple[np.ndarray, ...]
-    prefix: tuple[int, ...]
-    vocab_size: int
+    texts: tuple[np.ndarray, ...]  # token ids of each, [tokens] int32, without the prefix
+    prefix: tuple[int, ...]  # first tokens of every window
+    vocab_size: int  # of the models that can read it
 
     @property
     def num_scored(self) -> int:

@@ -52,15 +52,10 @@ class EvaluatedModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some consecutive positions of a window.
+    """Some consecutive positions of a window."""
 
-    Attributes:
-        ids: [rows] int64, the token at each position.
-        logits: [rows, vocab] of each model, its prediction of these tokens.
-    """
-
-    ids: Tensor
-    logits: tuple[Tensor, ...]
+    ids: Tensor  # [rows] int64, the token at each position
+    logits: tuple[Tensor, ...]  # [rows, vocab] of each model, its prediction of these tokens
 
 
 class Reader:
@@ -247,15 +242,10 @@ LONGEST_DEFAULT = 2048  # window of most papers
 
 @dataclass(frozen=True, slots=True)
 class ScoredWindow:
-    """A window of a text.
+    """A window of a text."""
 
-    Attributes:
-        token_ids: at least two, BOS included.
-        first_scored: index of the first scored token, at least 1; all tokens after it are scored.
-    """
-
-    token_ids: tuple[int, ...]
-    first_scored: int
+    token_ids: tuple[int, ...]  # at least two, BOS included
+    first_scored: int  # index of the first scored token, at least 1; all tokens after it are scored
 
 
 def choose_window(longest: int, window: int | None, stride: int | None) -> tuple[int, int]:

@@ -35,18 +35,13 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """The machine that was measured, and when.
-
-    Attributes:
-        kernels: the CPU's best instruction set with native kernels, or "torch".
-        date: ISO 8601.
-    """
+    """The machine that was measured, and when."""
 
     cpu: str
     threads: int
-    kernels: str
+    kernels: str  # the CPU's best instruction set with native kernels, or "torch"
     kvik: str
-    date: str = ""
+    date: str = ""  # ISO 8601
 
 
 class ReadRate(msgspec.Struct, frozen=True):

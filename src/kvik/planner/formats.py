@@ -12,20 +12,13 @@ from kvik.spec.model import SHORT_DTYPES
 
 @dataclass(frozen=True, slots=True)
 class WeightFacts:
-    """A weight format.
-
-    Attributes:
-        units: kind of device -> the unit that multiplies, a key of `Device.rates`.
-        quantization: its name in `EngineConfig.quantization`; "": not quantised.
-        dtype: the dtype of the whole model, if the format is a plain dtype; else "".
-        head: whether checkpoints in this format also store the head in it.
-    """
+    """A weight format."""
 
     name: str
-    units: Mapping[str, str]
-    quantization: str = ""
-    dtype: str = ""
-    head: bool = True
+    units: Mapping[str, str]  # kind of device -> the unit that multiplies, a key of `Device.rates`
+    quantization: str = ""  # its name in `EngineConfig.quantization`; "": not quantised
+    dtype: str = ""  # the dtype of the whole model, if the format is a plain dtype; else ""
+    head: bool = True  # whether checkpoints in this format also store the head in it
 
 
 WEIGHT_FORMATS: Mapping[str, WeightFacts] = {

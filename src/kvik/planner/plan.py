@@ -465,15 +465,10 @@ MAX_TP = 8  # devices of one machine, which are fast enough to share layers
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change after which the plan fits.
+    """A change after which the plan fits."""
 
-    Attributes:
-        flags: flags of `kvik plan`.
-        total: bytes on the fullest device after the change.
-    """
-
-    flags: str
-    total: int
+    flags: str  # flags of `kvik plan`
+    total: int  # bytes on the fullest device after the change
 
 
 def remedies(shape: ModelShape, at: Setting, batch: int, context: int) -> tuple[Remedy, ...]:

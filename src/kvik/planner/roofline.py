@@ -280,18 +280,13 @@ def compute_bound_batch(shape: ModelShape, at: Setting) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A step on one device.
-
-    Attributes:
-        working_set: bytes that every step reads; assumed to be entirely cached or not at all.
-        read_rate: bytes per second at which the working set is read.
-    """
+    """A step on one device."""
 
     shape: ModelShape
     at: Setting
     step: PlannedStep
-    working_set: float
-    read_rate: float
+    working_set: float  # bytes that every step reads; assumed to be entirely cached or not at all
+    read_rate: float  # bytes per second at which the working set is read
 
     @classmethod
     def of(cls, shape: ModelShape, at: Setting, step: PlannedStep) -> _Work:

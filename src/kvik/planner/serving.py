@@ -120,17 +120,11 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """Speculative decoding.
+    """Speculative decoding."""
 
-    Attributes:
-        drafts: tokens drafted per request and step.
-        acceptance: probability that a drafted token is accepted.
-        seconds: time per step to draft for all requests.
-    """
-
-    drafts: int
-    acceptance: float
-    seconds: float = 0.0
+    drafts: int  # tokens drafted per request and step
+    acceptance: float  # probability that a drafted token is accepted
+    seconds: float = 0.0  # time per step to draft for all requests
 
 
 @dataclass(slots=True)
@@ -408,19 +402,12 @@ def predict_rate(serving: Serving, traffic: Traffic, rate: float) -> Prediction 
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """Steps that decode a fixed number of requests and compute prompts.
+    """Steps that decode a fixed number of requests and compute prompts."""
 
-    Attributes:
-        chunks: steps per prompt.
-        share: most whole prompts per step; 1 where a prompt fills one or more steps.
-        full: seconds per prompt in full steps.
-        seconds: length of a step, by the number of prompts or chunks in it.
-    """
-
-    chunks: int
-    share: int
-    full: float
-    seconds: Callable[[float], float]
+    chunks: int  # steps per prompt
+    share: int  # most whole prompts per step; 1 where a prompt fills one or more steps
+    full: float  # seconds per prompt in full steps
+    seconds: Callable[[float], float]  # length of a step, by the number of prompts or chunks in it
 
     @staticmethod
     def of(serving: Serving, traffic: Traffic, decoding: int) -> _Steps:

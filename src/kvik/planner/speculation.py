@@ -21,20 +21,13 @@ DRAFTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 
 @dataclass(frozen=True, slots=True)
 class SpeculationRow:
-    """The gain at one acceptance rate.
-
-    Attributes:
-        tokens: expected tokens per step, for each number of drafts of the curve.
-        speed_ups: tokens/s with speculation over tokens/s without, likewise.
-        best_drafts: number of drafts with the largest speed-up; 0 if none is above 1.
-        best: that speed-up; 1 if none is above 1.
-    """
+    """The gain at one acceptance rate."""
 
     acceptance: float
-    tokens: tuple[float, ...]
-    speed_ups: tuple[float, ...]
-    best_drafts: int
-    best: float
+    tokens: tuple[float, ...]  # expected tokens per step, for each number of drafts of the curve
+    speed_ups: tuple[float, ...]  # tokens/s with speculation over tokens/s without, likewise
+    best_drafts: int  # number of drafts with the largest speed-up; 0 if none is above 1
+    best: float  # that speed-up; 1 if none is above 1
 
 
 @dataclass(frozen=True, slots=True)

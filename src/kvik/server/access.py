@@ -27,17 +27,11 @@ HASHED = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request.
+    """The sender of a request."""
 
-    Attributes:
-        tenant: the name under which it shares the engine and the prefix cache.
-        name: name for logs; reveals nothing about the key.
-        is_admin: whether it may use the admin routes.
-    """
-
-    tenant: str
-    name: str
-    is_admin: bool = False
+    tenant: str  # the name under which it shares the engine and the prefix cache
+    name: str  # name for logs; reveals nothing about the key
+    is_admin: bool = False  # whether it may use the admin routes
 
 
 ANONYMOUS = Caller("", "anybody")  # where no keys are configured

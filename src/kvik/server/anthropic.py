@@ -154,17 +154,11 @@ MESSAGES: Table = {
 
 @dataclass(frozen=True, slots=True)
 class UsageMeter:
-    """Computes the usage of one request.
+    """Computes the usage of one request."""
 
-    Attributes:
-        num_prompt: tokens of the prompt.
-        pins: requested pins.
-        block_size: block size of the KV cache, since only full blocks are pinned.
-    """
-
-    num_prompt: int
-    pins: Sequence[Pin]
-    block_size: int
+    num_prompt: int  # tokens of the prompt
+    pins: Sequence[Pin]  # requested pins
+    block_size: int  # block size of the KV cache, since only full blocks are pinned
 
     def usage(self, used: PromptUse | None, num_output: int) -> MessageUsage:
         """Return the usage. `used`: None if it is not known yet."""

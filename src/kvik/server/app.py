@@ -109,15 +109,11 @@ class ResponseSender:
 
     Args:
         headers: further headers.
-
-    Attributes:
-        status: None until the response has begun.
-        num_bytes: bytes of the body so far.
     """
 
     def __init__(self, send: Send, context: RequestContext, headers: Mapping[str, str]) -> None:
-        self.status: int | None = None
-        self.num_bytes = 0
+        self.status: int | None = None  # None until the response has begun
+        self.num_bytes = 0  # bytes of the body so far
         self._send = send
         self._context = context
         self._headers = headers

@@ -52,18 +52,14 @@ class EngineFrame:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """The decisions and the state of the engine.
-
-    Attributes:
-        memory: planned memory in bytes. total: sum of its parts.
-    """
+    """The decisions and the state of the engine."""
 
     model: str
     state: EngineState
     reason: str
     decisions: tuple[Decision, ...]
-    memory: MemoryPlan
-    total: int
+    memory: MemoryPlan  # planned memory in bytes
+    total: int  # sum of its parts
     scheduler: SchedulerConfig
     live: LiveView | None
     replicas: tuple[ReplicaView, ...] = ()

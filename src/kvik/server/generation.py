@@ -277,9 +277,6 @@ async def wait_for_change(generation: Generation) -> None:
 class Generations:
     """All generations of a server. `take` receives the engine client's output. Times are of
     `time.monotonic`, the engine's clock, which all processes of a machine share.
-
-    Attributes:
-        live: running generations, by request id.
     """
 
     def __init__(
@@ -298,7 +295,7 @@ class Generations:
         self._kv_token = (config.kv_token or "").encode()
         self._kv_usage = KVUsage(engine)
         self._processor = OutputProcessor(texts.tokenizer)
-        self.live: dict[str, Generation] = {}
+        self.live: dict[str, Generation] = {}  # running generations, by request id
 
     def check_capacity(self, tenant: str, num_requests: int) -> None:
         """Refuse requests that do not fit into the queue, before their prompts are processed.

@@ -173,16 +173,11 @@ def passed_on(
 
 
 class MovedMark:
-    """Finds the mark in a stream with which a server hands it over.
-
-    Attributes:
-        found: whether the mark was found; the rest is for the next server.
-        state: the complete rest; None if it is not complete yet.
-    """
+    """Finds the mark in a stream with which a server hands it over."""
 
     def __init__(self) -> None:
-        self.found = False
-        self.state: bytes | None = None
+        self.found = False  # whether the mark was found; the rest is for the next server
+        self.state: bytes | None = None  # the complete rest; None if it is not complete yet
         self._rest = b"\n"  # the last forwarded byte, and a possible beginning of the mark
 
     def feed(self, part: bytes) -> bytes:

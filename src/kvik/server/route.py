@@ -205,13 +205,10 @@ MAX_IGNORED = 16  # fields that are reported
 class Endpoint(Route):
     """A route of any server: its handler takes the server, the request and, if there is one, the
     decoded body.
-
-    Attributes:
-        unhonoured: see `read_body`.
     """
 
     handler: Callable[..., Awaitable[Response]]
-    unhonoured: Table = field(default_factory=dict)
+    unhonoured: Table = field(default_factory=dict)  # see `read_body`
 
     def of(self, server: Server) -> Route:
         """Return the route of one server."""

@@ -46,21 +46,14 @@ class _Output(msgspec.Struct):
 
 @dataclass(slots=True, eq=False)
 class StoredResponse:
-    """A response and what it continues. It does not change once it is in a store.
-
-    Attributes:
-        input_items: the items of its own request, a JSON list.
-        response: the response object, as JSON.
-        deleted: it has no id any more, and is kept for those that continue it.
-        num_next: number of kept responses that continue it directly.
-    """
+    """A response and what it continues. It does not change once it is in a store."""
 
     id: str
     previous: StoredResponse | None
-    input_items: bytes = b""
-    response: bytes = b""
-    deleted: bool = False
-    num_next: int = 0
+    input_items: bytes = b""  # the items of its own request, a JSON list
+    response: bytes = b""  # the response object, as JSON
+    deleted: bool = False  # it has no id any more, and is kept for those that continue it
+    num_next: int = 0  # number of kept responses that continue it directly
 
     @property
     def size(self) -> int:

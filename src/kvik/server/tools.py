@@ -34,17 +34,12 @@ _NAME = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_NAME}}}")
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function described by a request.
-
-    Attributes:
-        parameters: JSON Schema of its arguments; None: it takes none.
-        strict: refuse a schema that cannot be fully enforced.
-    """
+    """A function described by a request."""
 
     name: str
     description: str = ""
-    parameters: Mapping[str, Any] | None = None
-    strict: bool = False
+    parameters: Mapping[str, Any] | None = None  # JSON Schema of its arguments; None: it takes none
+    strict: bool = False  # refuse a schema that cannot be fully enforced
 
     def described(self) -> dict[str, Any]:
         """Return the function in the form that chat templates expect."""
@@ -55,24 +50,15 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of one request.
-
-    Attributes:
-        functions: all functions, for the template.
-        tools: tools that may be called, by name.
-        choice: whether calls are allowed, required or forbidden.
-        single: allow at most one call.
-        named: the caller named the function, so the answer is only a call of it.
-        unenforced: parts of schemas that arguments need not satisfy.
-    """
+    """The tools of one request."""
 
     form: AnswerFormat
-    functions: tuple[Function, ...]
-    tools: Mapping[str, Tool]
-    choice: ToolMode
-    single: bool
-    named: bool
-    unenforced: tuple[str, ...]
+    functions: tuple[Function, ...]  # all functions, for the template
+    tools: Mapping[str, Tool]  # tools that may be called, by name
+    choice: ToolMode  # whether calls are allowed, required or forbidden
+    single: bool  # allow at most one call
+    named: bool  # the caller named the function, so the answer is only a call of it
+    unenforced: tuple[str, ...]  # parts of schemas that arguments need not satisfy
 
     @classmethod
     def of(

@@ -55,21 +55,13 @@ _SIGNATURE = 32  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Which other servers take part in a request.
+    """Which other servers take part in a request."""
 
-    Attributes:
-        lends: its prompt is computed here for another server.
-        source: where its prompt was computed; None: nowhere else.
-        token: secret of the servers that share prompts.
-        moves: it may be handed over to another server.
-        resumed: its state, if another server began it.
-    """
-
-    lends: bool = False
-    source: PageSource | None = None
-    token: bytes = b""
-    moves: bool = False
-    resumed: Resumption | None = None
+    lends: bool = False  # its prompt is computed here for another server
+    source: PageSource | None = None  # where its prompt was computed; None: nowhere else
+    token: bytes = b""  # secret of the servers that share prompts
+    moves: bool = False  # it may be handed over to another server
+    resumed: Resumption | None = None  # its state, if another server began it
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters for the part that is generated here."""
@@ -83,18 +75,12 @@ class Transfer:
 class MovedOutput(msgspec.Struct, frozen=True, array_like=True):
     """One of the n outputs of a request that another server continues. Times are relative to
     the moment of the handover.
-
-    Attributes:
-        state: its tokens and counts; of one that has ended, without seed and pages.
-        num_sent: number of tokens that the client has, plus one if it also has the end.
-        logprobs: those that the client requested and lacks.
-        last: how it ended; None: it continues.
     """
 
-    state: Handover
-    num_sent: int
-    logprobs: PackedLogprobs | None
-    last: LastDelta | None
+    state: Handover  # its tokens and counts; of one that has ended, without seed and pages
+    num_sent: int  # number of tokens that the client has, plus one if it also has the end
+    logprobs: PackedLogprobs | None  # those that the client requested and lacks
+    last: LastDelta | None  # how it ended; None: it continues
 
     @classmethod
     def of(
@@ -187,36 +173,23 @@ class PackedLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LastDelta(msgspec.Struct, frozen=True, array_like=True):
-    """How an output has ended; see `RequestDelta`.
-
-    Attributes:
-        by_text: a stop string was met.
-    """
+    """How an output has ended; see `RequestDelta`."""
 
     reason: FinishReason
     stop_reason: int | str | None
     complete: bool
-    by_text: bool
+    by_text: bool  # a stop string was met
 
 
 class Resumption(msgspec.Struct, frozen=True, array_like=True):
-    """What another server needs to know to continue a request.
+    """What another server needs to know to continue a request."""
 
-    Attributes:
-        name: id of the request.
-        created: time at which its answer began, in whole seconds since 1970.
-        prompt: `prompt_digest` of its tokens.
-        max_tokens: limit that its first server set.
-        begun: the client has the beginning of its stream.
-        outputs: its n outputs.
-    """
-
-    name: str
-    created: int
-    prompt: bytes
-    max_tokens: int | None
-    begun: bool
-    outputs: list[MovedOutput]
+    name: str  # id of the request
+    created: int  # time at which its answer began, in whole seconds since 1970
+    prompt: bytes  # `prompt_digest` of its tokens
+    max_tokens: int | None  # limit that its first server set
+    begun: bool  # the client has the beginning of its stream
+    outputs: list[MovedOutput]  # its n outputs
 
     def handovers(self, now: float) -> tuple[Handover, ...]:
         """Return the unfinished outputs in the form that the engine takes."""
@@ -259,15 +232,10 @@ ALONE = Transfer()
 
 
 class Prefilled(msgspec.Struct):
-    """The answer to a request whose prompt was computed for another server.
+    """The answer to a request whose prompt was computed for another server."""
 
-    Attributes:
-        prompt_tokens: tokens of all prompts.
-        kept_tokens: tokens that another server need not compute.
-    """
-
-    prompt_tokens: int
-    kept_tokens: int
+    prompt_tokens: int  # tokens of all prompts
+    kept_tokens: int  # tokens that another server need not compute
 
 
 def transfer_of(headers: Mapping[str, str], role: str, token: bytes) -> Transfer:

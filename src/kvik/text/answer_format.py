@@ -22,17 +22,11 @@ AUTO, NO_TOOLS = "auto", "none"
 
 @dataclass(frozen=True, slots=True)
 class MarkedFormat:
-    """Markers around thoughts and calls; everything else is text.
+    """Markers around thoughts and calls; everything else is text."""
 
-    Attributes:
-        thoughts: their format; None: no thoughts.
-        form: format of calls; None: no calls.
-        text_arguments: the template expects the arguments of a call as a string.
-    """
-
-    thoughts: ThoughtFormat | None = None
-    form: ToolFormat | None = None
-    text_arguments: bool = False
+    thoughts: ThoughtFormat | None = None  # their format; None: no thoughts
+    form: ToolFormat | None = None  # format of calls; None: no calls
+    text_arguments: bool = False  # the template expects the arguments of a call as a string
 
     @property
     def thinks(self) -> bool:

@@ -247,16 +247,11 @@ def other_markup(tokenizer: Tokenizer, used: Iterable[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A dialect with the tokens of a model.
-
-    Attributes:
-        ids: marker -> its token, for markers that are tokens.
-        special_ids: special tokens that a text may contain between calls.
-    """
+    """A dialect with the tokens of a model."""
 
     dialect: Dialect
-    ids: Mapping[str, int]
-    special_ids: tuple[int, ...]
+    ids: Mapping[str, int]  # marker -> its token, for markers that are tokens
+    special_ids: tuple[int, ...]  # special tokens that a text may contain between calls
 
     @classmethod
     def of(cls, dialect: Dialect, tokenizer: Tokenizer) -> ToolFormat:

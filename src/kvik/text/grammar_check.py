@@ -33,19 +33,12 @@ COMMAND = python_command("kvik.text.grammar_check")
 
 
 class Checked(msgspec.Struct, frozen=True, array_like=True):
-    """The answer of the process.
+    """The answer of the process."""
 
-    Attributes:
-        grammar: of llguidance; "": the constraint cannot be used.
-        unenforced: parts of a schema that it leaves out.
-        error: why the constraint cannot be used.
-        code: see `ParamError`.
-    """
-
-    grammar: str = ""
-    unenforced: tuple[str, ...] = ()
-    error: str = ""
-    code: str = ""
+    grammar: str = ""  # of llguidance; "": the constraint cannot be used
+    unenforced: tuple[str, ...] = ()  # parts of a schema that it leaves out
+    error: str = ""  # why the constraint cannot be used
+    code: str = ""  # see `ParamError`
 
 
 class GrammarCheck:

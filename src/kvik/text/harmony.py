@@ -26,15 +26,10 @@ _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([A-Za-z0-9_.-]+)")
 
 @dataclass(frozen=True, slots=True)
 class HarmonyFormat:
-    """See `MarkedFormat`.
+    """See `MarkedFormat`."""
 
-    Attributes:
-        ids: marker -> its token.
-        special_ids: special tokens that a text may contain.
-    """
-
-    ids: Mapping[str, int]
-    special_ids: tuple[int, ...]
+    ids: Mapping[str, int]  # marker -> its token
+    special_ids: tuple[int, ...]  # special tokens that a text may contain
     thinks = bounded = True
     tool_format = NAME
 

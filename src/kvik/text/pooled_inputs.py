@@ -23,15 +23,10 @@ QWEN3_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 @dataclass(frozen=True, slots=True)
 class PooledInput:
-    """A prompt to embed or score.
+    """A prompt to embed or score."""
 
-    Attributes:
-        ids: of its tokens.
-        second_text: see `EngineRequest`.
-    """
-
-    ids: list[int]
-    second_text: int = 0
+    ids: list[int]  # of its tokens
+    second_text: int = 0  # see `EngineRequest`
 
 
 def prompt_before(pooling: PoolingSpec | None, name: str | None) -> str:

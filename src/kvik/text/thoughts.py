@@ -22,15 +22,10 @@ MAX_GAP = 3  # line breaks and spaces between a thought and its answer
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """A thought that may come before an answer.
+    """A thought that may come before an answer."""
 
-    Attributes:
-        begun: the prompt leaves one open. Else it is optional.
-        budget: its largest number of tokens; None: no limit.
-    """
-
-    begun: bool = False
-    budget: int | None = None
+    begun: bool = False  # the prompt leaves one open. Else it is optional.
+    budget: int | None = None  # its largest number of tokens; None: no limit
 
     @property
     def inside(self) -> str:

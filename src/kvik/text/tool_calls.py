@@ -21,38 +21,28 @@ Steps = Generator[None, None, bool]  # resumed when there is more text; returns 
 
 @dataclass(slots=True)
 class AnswerDelta:
-    """Text, a thought, or a part of a call: first its id and name, then its arguments in pieces.
-
-    Attributes:
-        index: of the call in its answer.
-        arguments: a piece of a JSON object.
-    """
+    """Text, a thought, or a part of a call: first its id and name, then its arguments in pieces."""
 
     text: str = ""
     thought: str = ""
-    index: int = -1
+    index: int = -1  # of the call in its answer
     id: str = ""
     name: str = ""
-    arguments: str = ""
+    arguments: str = ""  # a piece of a JSON object
 
 
 class ToolCallParser:
-    """Parses the calls of one answer.
-
-    Attributes:
-        form: the format of the calls.
-        num_calls: number of calls that have begun.
-    """
+    """Parses the calls of one answer."""
 
     def __init__(self, form: ToolFormat, tools: Mapping[str, Tool]) -> None:
-        self.form = form
+        self.form = form  # the format of the calls
         self._tools = tools
         dialect = form.dialect
         self._opener, self._begin = form.marked(form.opener), form.marked(dialect.begin)
         self._call = PLACE.split(form.marked(dialect.call))
         self._between, self._end = form.marked(dialect.between), form.marked(dialect.end)
         self._parameter = PLACE.split(form.marked(dialect.parameter))[::2]
-        self.num_calls = 0
+        self.num_calls = 0  # number of calls that have begun
         self._text = ""  # not consumed yet
         self._at = 0  # index in `_text` up to which it is read
         self._space = ""  # white space before calls, which is dropped if they are valid

@@ -20,14 +20,10 @@ TOO_LONG = f"may have at most {MAX_GRAMMAR_BYTES} bytes in all"
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that a model may call.
-
-    Attributes:
-        parameters: the enforced part of the JSON Schema of its arguments.
-    """
+    """A function that a model may call."""
 
     name: str
-    parameters: Mapping[str, Any]
+    parameters: Mapping[str, Any]  # the enforced part of the JSON Schema of its arguments
 
 
 ToolMode = Literal["auto", "required", "none"]

@@ -166,36 +166,23 @@ _OWN = {CONFIG, WEIGHTS, FILE}
 
 @dataclass(frozen=True, slots=True)
 class HeadsRecipe:
-    """Kind and sizes of the heads, and how they are trained.
+    """Kind and sizes of the heads, and how they are trained."""
 
-    Attributes:
-        kind: one of `KINDS`.
-        depth: number of drafted tokens.
-        layers: residual blocks of a Medusa head.
-        inner: width of EAGLE's feed-forward block.
-    """
-
-    kind: str
-    depth: int
-    layers: int
-    inner: int
+    kind: str  # one of `KINDS`
+    depth: int  # number of drafted tokens
+    layers: int  # residual blocks of a Medusa head
+    inner: int  # width of EAGLE's feed-forward block
     schedule: Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedHeads:
-    """The result of a training.
-
-    Attributes:
-        tokens: of the text.
-        num_bytes: of the weights.
-        finished: whether all steps were done.
-    """
+    """The result of a training."""
 
     spec: HeadsSpec
-    tokens: int
-    num_bytes: int
-    finished: bool
+    tokens: int  # of the text
+    num_bytes: int  # of the weights
+    finished: bool  # whether all steps were done
 
 
 def windows_of(texts: Sequence[str], tokenizer: Tokenizer, window: int) -> list[ScoredWindow]:

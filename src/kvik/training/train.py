@@ -27,32 +27,20 @@ HELD_OUT = 16  # every n-th window is held out of training
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Some tokens of the text, and the tokens after them.
+    """Some tokens of the text, and the tokens after them."""
 
-    Attributes:
-        hidden: [rows, 1 + depth, hidden] fp32, at each token and at those after it.
-        ids: [rows, 1 + depth] int64, the tokens after it: ids[:, 0] follows hidden[:, 0].
-        positions: [rows] int64, of the tokens themselves.
-    """
-
-    hidden: Tensor
-    ids: Tensor
-    positions: Tensor
+    hidden: Tensor  # [rows, 1 + depth, hidden] fp32, at each token and at those after it
+    ids: Tensor  # [rows, 1 + depth] int64, the tokens after it: ids[:, 0] follows hidden[:, 0]
+    positions: Tensor  # [rows] int64, of the tokens themselves
 
 
 @dataclass(frozen=True, slots=True)
 class WindowStates:
-    """The hidden states of windows of text, one after another.
+    """The hidden states of windows of text, one after another."""
 
-    Attributes:
-        ids: [tokens] int64.
-        hidden: [tokens, hidden], of the model's dtype.
-        starts: [windows + 1], first token of each.
-    """
-
-    ids: Tensor
-    hidden: Tensor
-    starts: Tensor
+    ids: Tensor  # [tokens] int64
+    hidden: Tensor  # [tokens, hidden], of the model's dtype
+    starts: Tensor  # [windows + 1], first token of each
 
     def usable(self, depth: int, *, held_out: bool) -> Tensor:
         """Return the tokens with 1 + depth others after them in their window, [n] int64."""
@@ -134,15 +122,10 @@ _STEP, _IDENTITY = "step", "identity"
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of a training between two steps.
+    """The state of a training between two steps."""
 
-    Attributes:
-        step: number of steps done.
-        tensors: everything that the next step depends on, by name.
-    """
-
-    step: int
-    tensors: Mapping[str, Tensor]
+    step: int  # number of steps done
+    tensors: Mapping[str, Tensor]  # everything that the next step depends on, by name
 
 
 class SnapshotStore:
@@ -231,17 +214,11 @@ class Trainee(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Length and learning rate of a training.
+    """Length and learning rate of a training."""
 
-    Attributes:
-        tokens: number of training tokens; the text may be read several times.
-        rows: tokens of a step.
-        rate: the highest learning rate; it rises during the first steps, then falls to 0.
-    """
-
-    tokens: int
-    rows: int
-    rate: float
+    tokens: int  # number of training tokens; the text may be read several times
+    rows: int  # tokens of a step
+    rate: float  # the highest learning rate; it rises during the first steps, then falls to 0
     seed: int
 
     @property

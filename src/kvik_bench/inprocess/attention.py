@@ -74,14 +74,10 @@ DIFFERENCE = "the largest between the two results, which are rounded differently
 
 @dataclass(frozen=True, slots=True)
 class AttentionBench:
-    """One layer's attention with the heads of a model, over random prompts.
-
-    Attributes:
-        platform: provides the backend that computes in tiles.
-    """
+    """One layer's attention with the heads of a model, over random prompts."""
 
     resolved: ResolvedConfig
-    platform: Platform
+    platform: Platform  # provides the backend that computes in tiles
     lengths: Sequence[int]
 
     @staticmethod

@@ -121,17 +121,11 @@ def refuse_varied(options: Mapping[str, object], *names: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TextPieces:
-    """Prompts that are pieces of texts.
+    """Prompts that are pieces of texts."""
 
-    Attributes:
-        prefix: first tokens of each prompt (BOS).
-        texts: tokens of each text, without the prefix; none is empty.
-        prompt_tokens: limit of a prompt, including its prefix. A shorter text is one prompt.
-    """
-
-    prefix: Sequence[int]
-    texts: Sequence[Sequence[int]]
-    prompt_tokens: int
+    prefix: Sequence[int]  # first tokens of each prompt (BOS)
+    texts: Sequence[Sequence[int]]  # tokens of each text, without the prefix; none is empty
+    prompt_tokens: int  # limit of a prompt, including its prefix. A shorter text is one prompt.
     output_tokens: int
     seed: str
 

@@ -60,16 +60,12 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """The measurement of decoding, one request at a time.
-
-    Attributes:
-        warmup: requests before the measurement, for each engine.
-    """
+    """The measurement of decoding, one request at a time."""
 
     prompt_tokens: int
     output_tokens: int
     repeats: int
-    warmup: int = 1
+    warmup: int = 1  # requests before the measurement, for each engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,17 +273,12 @@ SPEED_ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class DecodingSpeed:
-    """Tokens/s of one request to a model before and after a change, a value for each round.
-
-    Attributes:
-        ratio: after / before, round by round.
-        remarks: reasons to doubt the figures.
-    """
+    """Tokens/s of one request to a model before and after a change, a value for each round."""
 
     before: Figure
     after: Figure
-    ratio: Figure
-    remarks: tuple[str, ...] = ()
+    ratio: Figure  # after / before, round by round
+    remarks: tuple[str, ...] = ()  # reasons to doubt the figures
 
     def as_json(self) -> dict[str, object]:
         figures = {"before": self.before, "after": self.after, "ratio": self.ratio}

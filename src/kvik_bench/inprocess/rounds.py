@@ -82,17 +82,13 @@ def check_repeats(repeats: int, warmup: int) -> None:
 
 
 class Rounds:
-    """Measures subjects in rounds, with a progress bar on a terminal.
-
-    Attributes:
-        remarks: reasons to doubt the figures, after the last round.
-    """
+    """Measures subjects in rounds, with a progress bar on a terminal."""
 
     def __init__(self, repeats: int, warmup: int) -> None:
         check_repeats(repeats, warmup)
         self.repeats = repeats
         self.warmup = warmup
-        self.remarks: tuple[str, ...] = ()
+        self.remarks: tuple[str, ...] = ()  # reasons to doubt the figures, after the last round
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

@@ -44,15 +44,10 @@ FIRST_TOKEN, SHORT = "first token", "kvik --help"
 
 @dataclass(frozen=True, slots=True)
 class TimedStart:
-    """One start.
+    """One start."""
 
-    Attributes:
-        parts: seconds of each of `PARTS`, in their order; or one number.
-        peak_bytes: 0: not read.
-    """
-
-    parts: tuple[float, ...]
-    peak_bytes: int
+    parts: tuple[float, ...]  # seconds of each of `PARTS`, in their order; or one number
+    peak_bytes: int  # 0: not read
 
     @property
     def seconds(self) -> float:

@@ -69,14 +69,10 @@ def one_by_one(engine: Engine, jobs: Sequence[BenchRequest]) -> LoadRun:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """The options that an engine is loaded with.
-
-    Attributes:
-        speculation: the method of drafting, or "off".
-    """
+    """The options that an engine is loaded with."""
 
     quantization: str = PLAIN
-    speculation: str = OFF
+    speculation: str = OFF  # the method of drafting, or "off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +123,10 @@ CHARTS = (Chart("bars", "Output", "output"), Chart("bars", "Over the first rung"
 
 @dataclass(frozen=True, slots=True)
 class LadderLoad:
-    """The load of all rungs.
+    """The load of all rungs."""
 
-    Attributes:
-        requests: with a shared prefix.
-        alone: number of requests for rungs that serve one at a time.
-    """
-
-    requests: Requests
-    alone: int
+    requests: Requests  # with a shared prefix
+    alone: int  # number of requests for rungs that serve one at a time
 
     def check(self, resolved: ResolvedConfig) -> None:
         """Check the numbers; raises ParamError, which names the field."""

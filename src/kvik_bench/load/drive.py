@@ -120,14 +120,10 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """A conversation at each of `offsets`, seconds after the start.
-
-    Attributes:
-        max_in_flight: limit of conversations at a time; further ones wait, which is recorded.
-    """
+    """A conversation at each of `offsets`, seconds after the start."""
 
     offsets: Iterable[float]
-    max_in_flight: int
+    max_in_flight: int  # limit of conversations at a time; further ones wait, which is recorded
 
     async def run(self, talk: Talk, workload: LoadWorkload, budget: Budget) -> None:
         loop = asyncio.get_running_loop()
@@ -171,9 +167,6 @@ class Level:
 class LoadTest:
     """What to send and when. Each level and repeat has a different seed, so that the prefix cache
     has none of its prompts.
-
-    Attributes:
-        fresh: prompts have nothing in common.
     """
 
     levels: tuple[Level, ...]
@@ -184,7 +177,7 @@ class LoadTest:
     repeats: int = 1
     warmup: int = 1  # requests
     seed: int = 0
-    fresh: bool = True
+    fresh: bool = True  # prompts have nothing in common
 
 
 async def drive(

@@ -100,13 +100,9 @@ class Limits(Protocol):
 
 
 class Stage:
-    """Times the engine's kernels on this machine.
+    """Times the engine's kernels on this machine."""
 
-    Attributes:
-        kernels: layout of its weights: "native" or "torch".
-    """
-
-    kernels: str
+    kernels: str  # layout of its weights: "native" or "torch"
     limits: Limits
 
     def __init__(self, ops: Ops, backend: AttentionBackend) -> None:

@@ -27,25 +27,15 @@ from kvik.spec.kv import AUTO, formats_of
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number that was measured once in each repeat.
+    """One number that was measured once in each repeat."""
 
-    Attributes:
-        name: "TTFT p50"; equal in all rows that have it.
-        unit: "ms", "tokens/s", "x" for a ratio, "" for a count, "%" for a share (0 to 100).
-        values: one for each repeat, at least one, all finite.
-        better: which direction is better.
-        definition: how the number is computed, one sentence without a full stop.
-        digits: number of significant digits shown.
-        most: largest possible value; None: unknown.
-    """
-
-    name: str
-    unit: str
-    values: tuple[float, ...]
-    better: Literal["more", "less"] = "more"
-    definition: str = ""
-    digits: int = 3
-    most: float | None = None
+    name: str  # "TTFT p50"; equal in all rows that have it
+    unit: str  # "ms", "tokens/s", "x" for a ratio, "" for a count, "%" for a share (0 to 100)
+    values: tuple[float, ...]  # one for each repeat, at least one, all finite
+    better: Literal["more", "less"] = "more"  # which direction is better
+    definition: str = ""  # how the number is computed, one sentence without a full stop
+    digits: int = 3  # number of significant digits shown
+    most: float | None = None  # largest possible value; None: unknown
 
     @property
     def median(self) -> float:

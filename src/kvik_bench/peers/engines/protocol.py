@@ -29,17 +29,12 @@ class EngineFailure(Exception):
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts that are completed greedily with exactly `output` tokens; with one, only prefill.
-
-    Attributes:
-        warm_up: prompts of the warm-up run.
-        batches: prompts of each measured run.
-    """
+    """Prompts that are completed greedily with exactly `output` tokens; with one, only prefill."""
 
     name: str
     output: int
-    warm_up: Prompts
-    batches: list[Prompts]
+    warm_up: Prompts  # prompts of the warm-up run
+    batches: list[Prompts]  # prompts of each measured run
 
     @property
     def batch(self) -> int:
