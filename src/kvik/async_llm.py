@@ -485,28 +485,21 @@ class AsyncStream(AsyncIterator[TextDelta]):
 
 @dataclass(slots=True, eq=False)
 class AsyncRequest:
-    """A request, and the output that its reader has not taken yet.
-
-    Attributes:
-        prompt: its text; None: token ids.
-        sent: it was sent to the engine.
-        aborted: it was aborted by its id; its last deltas are still delivered.
-        closed: its reader closed it; nothing more is delivered.
-        changed: set when there is output to take, or the request has ended.
-    """
+    """A request, and the output that its reader has not taken yet."""
 
     request_id: str
     params: SamplingParams
     priority: int
     pooling: str | None = None
     second_text: int = 0
-    prompt: str | None = None
+    prompt: str | None = None  # its text; None: token ids
     reservation: Reservation | None = None
-    sent: bool = False
-    aborted: bool = False
-    closed: bool = False
+    sent: bool = False  # it was sent to the engine
+    aborted: bool = False  # it was aborted by its id; its last deltas are still delivered
+    closed: bool = False  # its reader closed it; nothing more is delivered
     pending: list[TextDelta] = field(default_factory=list)
     output: RequestOutput | None = None
+    # Set when there is output to take, or the request has ended.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

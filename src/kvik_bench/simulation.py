@@ -74,20 +74,14 @@ class Traffic:
 
 @dataclass(slots=True)
 class Turn:
-    """A request of a conversation.
+    """A request of a conversation."""
 
-    Attributes:
-        tokens: of the prompt.
-        known: number of first tokens that earlier requests had in prompt or answer.
-        rest: number of turns of its conversation after this one.
-        hashes: of the full blocks of the prompt, or of its beginning.
-    """
-
-    tokens: array[int]
-    known: int
+    tokens: array[int]  # of the prompt
+    known: int  # number of first tokens that earlier requests had in prompt or answer
     output: int
-    rest: int
+    rest: int  # number of turns of its conversation after this one
     random: Random
+    # Of the full blocks of the prompt, or of its beginning.
     hashes: list[bytes] = field(default_factory=list)
 
 

@@ -44,14 +44,11 @@ class Facts:
 
 
 class LocalBackend:
-    """Answers with an engine in this process.
-
-    Attributes:
-        banner: the model and its main settings, to show before the first message.
-    """
+    """Answers with an engine in this process."""
 
     def __init__(self, llm: LLM, params: SamplingParams) -> None:
         self.params = params
+        # The model and its main settings, to show before the first message.
         self.banner = _banner(llm.resolved)
         self._llm = llm
         self._limit = llm.resolved.scheduler.max_model_len

@@ -447,62 +447,41 @@ def requested_speculation(config: EngineConfig) -> SpeculativeConfig | None:
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """Settings of the compute trunk.
-
-    Attributes:
-        torch_prompts: length from which torch's attention, not Triton's, computes fresh prompts;
-            None: never.
-        seed: seed of random weights.
-        lora: folder of an adapter that is merged; None: there is none.
-        adapters: from which requests choose, each in the slot of its index.
-        max_adapters: number of slots.
-        adapter_ranks: of each slot, by names of layers from their block on.
-        adapt_threads: whether the native kernels use fewer threads while other processes keep the
-            cores busy.
-        cpu_quota: CPU time in cores to spread evenly over the steps; None: no quota.
-        graph_sizes: sizes of forwards that may be captured on a GPU.
-        draft_graph_sizes: the same for the draft model or the draft heads.
-        graph_memory: bytes that all captured forwards together may take.
-        kv_folder: folder of the disk tier; None: there is none.
-        kv_listen: address at which other engines fetch pages; None: they cannot.
-        ranks: processes that compute layers together, with `threads` each.
-        stage_ends: end of the layers of each stage; () for a single stage.
-        backend: see `distributed_executor_backend`.
-        expert_parallel: see `EngineConfig`.
-        fast_cut: see `tensor_parallel_cut`.
-        replicas: number of engines with these settings in a server.
-        role: see `EngineConfig`.
-    """
+    """Settings of the compute trunk."""
 
     model_path: str
     dtype: str
     device: str
     attention_backend: str
     threads: int
+    # Whether the native kernels use fewer threads while other processes keep the cores busy.
     adapt_threads: bool = False
+    # CPU time in cores to spread evenly over the steps; None: no quota.
     cpu_quota: float | None = None
+    # Length from which torch's attention, not Triton's, computes fresh prompts; None: never.
     torch_prompts: int | None = None
     kernels: str = "torch"
     load_format: str = "safetensors"
     quantization: str = "none"
-    seed: int = 0
-    lora: str | None = None
-    adapters: tuple[Adapter, ...] = ()
-    max_adapters: int = 0
+    seed: int = 0  # seed of random weights
+    lora: str | None = None  # folder of an adapter that is merged; None: there is none
+    adapters: tuple[Adapter, ...] = ()  # from which requests choose, each in the slot of its index
+    max_adapters: int = 0  # number of slots
+    # Of each slot, by names of layers from their block on.
     adapter_ranks: dict[str, int] = field(default_factory=dict)
-    graph_sizes: tuple[GraphSize, ...] = ()
-    draft_graph_sizes: tuple[GraphSize, ...] = ()
-    graph_memory: int = 0
+    graph_sizes: tuple[GraphSize, ...] = ()  # sizes of forwards that may be captured on a GPU
+    draft_graph_sizes: tuple[GraphSize, ...] = ()  # the same for the draft model or the draft heads
+    graph_memory: int = 0  # bytes that all captured forwards together may take
     engine_cache: str | None = None
-    kv_folder: str | None = None
-    kv_listen: str | None = None
-    ranks: int = 1
-    stage_ends: tuple[int, ...] = ()
-    backend: str = "mp"
-    expert_parallel: bool = False
-    fast_cut: bool = False
-    replicas: int = 1
-    role: str = "both"
+    kv_folder: str | None = None  # folder of the disk tier; None: there is none
+    kv_listen: str | None = None  # address at which other engines fetch pages; None: they cannot
+    ranks: int = 1  # processes that compute layers together, with `threads` each
+    stage_ends: tuple[int, ...] = ()  # end of the layers of each stage; () for a single stage
+    backend: str = "mp"  # see `distributed_executor_backend`
+    expert_parallel: bool = False  # see `EngineConfig`
+    fast_cut: bool = False  # see `tensor_parallel_cut`
+    replicas: int = 1  # number of engines with these settings in a server
+    role: str = "both"  # see `EngineConfig`
 
     def device_of(self, process: int) -> str:
         """Return the device of a process: consecutive GPUs, one for each process."""

@@ -64,31 +64,20 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The machine as this process sees it.
+    """The machine as this process sees it."""
 
-    Attributes:
-        cpu_name: model of the CPU.
-        cores: physical cores this process may use, within affinity and cgroup quota.
-        memory_limit: bytes this process may still allocate, including page cache that can be
-            dropped.
-        memory_reason: what sets that limit.
-        isa: instruction sets of the CPU, a subset of `ISA_FLAGS`.
-        gpus: devices that may be used.
-        cuda_build: the installed torch is built for CUDA, which takes memory even without a GPU.
-        native: kvik was installed with its native kernels.
-        triton: Triton is installed, which compiles kernels for GPUs.
-        cpu_quota: CPU time in cores that a cgroup grants; None if it does not limit the cores.
-    """
-
-    cpu_name: str
-    cores: int
+    cpu_name: str  # model of the CPU
+    cores: int  # physical cores this process may use, within affinity and cgroup quota
+    # Bytes this process may still allocate, including page cache that can be dropped.
     memory_limit: int
-    memory_reason: str
-    isa: frozenset[str] = frozenset()
-    gpus: tuple[Gpu, ...] = ()
+    memory_reason: str  # what sets that limit
+    isa: frozenset[str] = frozenset()  # instruction sets of the CPU, a subset of `ISA_FLAGS`
+    gpus: tuple[Gpu, ...] = ()  # devices that may be used
+    # The installed torch is built for CUDA, which takes memory even without a GPU.
     cuda_build: bool = False
-    native: bool = False
-    triton: bool = False
+    native: bool = False  # kvik was installed with its native kernels
+    triton: bool = False  # Triton is installed, which compiles kernels for GPUs
+    # CPU time in cores that a cgroup grants; None if it does not limit the cores.
     cpu_quota: float | None = None
 
     @property

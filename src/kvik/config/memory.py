@@ -167,25 +167,18 @@ def _rank_of_experts(adapter: AdapterSizes, linears: Sequence[DeclaredLinear]) -
 
 @dataclass(frozen=True, slots=True)
 class AdaptersFootprint:
-    """Sizes of the adapters from which requests choose.
+    """Sizes of the adapters from which requests choose."""
 
-    Attributes:
-        weights: bytes of all slots and of loading one adapter, in each process.
-        outputs: width of the widest layer that one changes. Its outputs exist before and after the
-            change, and the activation is not fused.
-        rank: the largest rank of a matrix.
-        slots: number of adapters.
-        ranks: of each layer, by its name from its block on; of the first expert's, the largest of
-            all experts.
-        experts: the largest number of experts of a layer that one changes; 0: none does.
-    """
-
-    weights: int
+    weights: int  # bytes of all slots and of loading one adapter, in each process
+    # Width of the widest layer that one changes. Its outputs exist before and after the change, and
+    # the activation is not fused.
     outputs: int
-    rank: int
-    slots: int
+    rank: int  # the largest rank of a matrix
+    slots: int  # number of adapters
+    # Of each layer, by its name from its block on; of the first expert's, the largest of all
+    # experts.
     ranks: dict[str, int]
-    experts: int
+    experts: int  # the largest number of experts of a layer that one changes; 0: none does
 
     @staticmethod
     def of(

@@ -110,22 +110,14 @@ class Typical:
 
 @dataclass(frozen=True, slots=True)
 class DraftSource:
-    """A model or heads that draft.
+    """A model or heads that draft."""
 
-    Attributes:
-        path: folder of the draft model or of the heads; "" if there is none.
-        spec: facts of the draft model; None: there is none.
-        heads: facts of the heads; None: there are none.
-        taps: layers before which it reads the target's residual stream.
-        meanings: the target's id of each of its tokens, -1 if there is none; None: the ids are the
-            same.
-    """
-
-    path: str = ""
-    spec: ModelSpec | None = None
+    path: str = ""  # folder of the draft model or of the heads; "" if there is none
+    spec: ModelSpec | None = None  # facts of the draft model; None: there is none
+    # The target's id of each of its tokens, -1 if there is none; None: the ids are the same.
     meanings: tuple[int, ...] | None = None
-    heads: HeadsSpec | None = None
-    taps: tuple[int, ...] = ()
+    heads: HeadsSpec | None = None  # facts of the heads; None: there are none
+    taps: tuple[int, ...] = ()  # layers before which it reads the target's residual stream
 
     @property
     def read_layers(self) -> tuple[int, ...]:
@@ -151,32 +143,24 @@ OWN_HEAD = DraftSource(MTP)  # for plans with the model's own head
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSpeculation:
-    """The resolved settings of speculative decoding.
+    """The resolved settings of speculative decoding."""
 
-    Attributes:
-        method: one of `METHODS` except "off".
-        num_draft_tokens: maximum number of drafts of a request in one step.
-        max_draft_rows: maximum number of drafts of all requests in one step.
-        num_lookahead_tokens: slots in the KV cache allocated to a decoding request beyond its step,
-            for a drafter that writes there.
-        draft_step: the largest step of a draft model.
-        draft_group: KV group of the target whose block tables a draft model shares.
-        typical: lossy acceptance of drafts of requests that sample without a seed; None: acceptance
-            that keeps the distribution.
-    """
-
-    method: str
-    num_draft_tokens: int
-    max_draft_rows: int
+    method: str  # one of `METHODS` except "off"
+    num_draft_tokens: int  # maximum number of drafts of a request in one step
+    max_draft_rows: int  # maximum number of drafts of all requests in one step
     adaptive: bool = True
+    # Slots in the KV cache allocated to a decoding request beyond its step, for a drafter that
+    # writes there.
     num_lookahead_tokens: int = 0
     source: DraftSource = NO_SOURCE
-    draft_step: StepSize | None = None
-    draft_group: int = 0
+    draft_step: StepSize | None = None  # the largest step of a draft model
+    draft_group: int = 0  # KV group of the target whose block tables a draft model shares
     quantization: str = "none"
     ngram_min: int = 1
     ngram_max: int = 4
     shared: bool = False
+    # Lossy acceptance of drafts of requests that sample without a seed; None: acceptance that keeps
+    # the distribution.
     typical: Typical | None = None
 
     @property

@@ -44,22 +44,15 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """A map of the KV blocks.
+    """A map of the KV blocks."""
 
-    Attributes:
-        num_blocks: of the cache.
-        blocks_per_cell: 1 up to `MAX_CELLS` blocks; beyond, a cell shows a sample of its blocks,
-            and a held block takes precedence over a free one.
-        num_free: blocks that no request holds, those with content included.
-        num_cached: blocks, free or held, whose content can be matched.
-        cells: 16 bits each, the lower 8 first: a `BlockState`, or more for an owner.
-    """
-
-    num_blocks: int
+    num_blocks: int  # of the cache
+    # 1 up to `MAX_CELLS` blocks; beyond, a cell shows a sample of its blocks, and a held block
+    # takes precedence over a free one.
     blocks_per_cell: int
-    num_free: int
-    num_cached: int
-    cells: bytes
+    num_free: int  # blocks that no request holds, those with content included
+    num_cached: int  # blocks, free or held, whose content can be matched
+    cells: bytes  # 16 bits each, the lower 8 first: a `BlockState`, or more for an owner
 
 
 @dataclass(frozen=True, slots=True)

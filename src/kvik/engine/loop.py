@@ -33,16 +33,11 @@ BUILT_SECONDS = 0.002  # between checks whether a grammar is built, while the lo
 
 
 class Executor(Protocol):
-    """Runs plans in the order of submission.
+    """Runs plans in the order of submission."""
 
-    Attributes:
-        depth: useful number of steps in flight; 1 if compute happens in `submit`.
-        in_turn: a step can be planned only with the result of the one before it, for example
-            because drafts depend on its tokens. A step in flight still overlaps with the delivery
-            of deltas.
-    """
-
-    depth: int
+    depth: int  # useful number of steps in flight; 1 if compute happens in `submit`
+    # A step can be planned only with the result of the one before it, for example because drafts
+    # depend on its tokens. A step in flight still overlaps with the delivery of deltas.
     in_turn: bool
 
     @property

@@ -295,12 +295,9 @@ class _Entry:
 
 @dataclass(slots=True)
 class Processed:
-    """The text of some deltas, and the requests that the engine must end because of it.
+    """The text of some deltas, and the requests that the engine must end because of it."""
 
-    Attributes:
-        counts: for each delta of the engine, how many of its tokens belong to the output.
-    """
-
+    # For each delta of the engine, how many of its tokens belong to the output.
     counts: list[int] = field(default_factory=list)
     deltas: list[TextDelta] = field(default_factory=list)
     finished: list[RequestOutput] = field(default_factory=list)

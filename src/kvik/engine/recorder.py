@@ -42,17 +42,12 @@ class RecordError(KvikError):
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """The first event of a recording.
+    """The first event of a recording."""
 
-    Attributes:
-        version: of kvik.
-        config: all decisions that the engine was started with, and the facts of the model.
-        readings: of the worker's clock while it started.
-    """
-
-    version: str
+    version: str  # of kvik
+    # All decisions that the engine was started with, and the facts of the model.
     config: ResolvedConfig
-    readings: list[float]
+    readings: list[float]  # of the worker's clock while it started
 
 
 class Added(msgspec.Struct, frozen=True, array_like=True, tag=1):

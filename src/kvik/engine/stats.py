@@ -21,16 +21,12 @@ T = TypeVar("T")
 class LoopTime:
     """How the step loop spent its time, in seconds since it was made; each second counts once, even
     with several steps in flight.
-
-    Attributes:
-        executor: the loop waited for the executor: to take a step, or for its result.
-        host: it planned and processed results, or its caller worked between steps, e.g. on text.
-        idle: there was nothing to do, or a policy waited for more requests.
     """
 
-    executor: float = 0.0
+    executor: float = 0.0  # the loop waited for the executor: to take a step, or for its result
+    # It planned and processed results, or its caller worked between steps, e.g. on text.
     host: float = 0.0
-    idle: float = 0.0
+    idle: float = 0.0  # there was nothing to do, or a policy waited for more requests
 
     @property
     def busy(self) -> float:
@@ -67,14 +63,10 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True)
 class SpeedStats:
-    """Means of the last steps, from the scheduler's `StepClock`; None: nothing was measured yet.
+    """Means of the last steps, from the scheduler's `StepClock`; None: nothing was measured yet."""
 
-    Attributes:
-        seconds_per_step: of any step.
-        prefill_tokens_per_second: of steps with chunks of prompts, all their tokens counted.
-    """
-
-    seconds_per_step: float | None = None
+    seconds_per_step: float | None = None  # of any step
+    # Of steps with chunks of prompts, all their tokens counted.
     prefill_tokens_per_second: float | None = None
 
 

@@ -50,16 +50,12 @@ class EngineStart(msgspec.Struct, frozen=True, array_like=True, tag="start"):
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
-    """Add a request.
-
-    Attributes:
-        n: number of its siblings, each of which must end.
-        request: an `EngineRequest`, encoded separately: if it cannot be decoded, the request still
-            ends with an error.
-    """
+    """Add a request."""
 
     request_id: str
-    n: int
+    n: int  # number of its siblings, each of which must end
+    # An `EngineRequest`, encoded separately: if it cannot be decoded, the request still ends with
+    # an error.
     request: msgspec.Raw
 
 

@@ -122,13 +122,10 @@ def reached_share(costs: LinearCosts | AttentionCosts, working_set: float) -> fl
 
 
 class HostCost(msgspec.Struct, frozen=True):
-    """Seconds outside the kernels, for a step and for each sequence in it.
+    """Seconds outside the kernels, for a step and for each sequence in it."""
 
-    Attributes:
-        bytes: read by the kernels since the last step; they evict the engine's own code and data
-            from the CPU caches.
-    """
-
+    # Read by the kernels since the last step; they evict the engine's own code and data from the
+    # CPU caches.
     bytes: int
     step: Seconds
     row: Seconds

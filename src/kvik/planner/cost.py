@@ -80,14 +80,10 @@ class DailyLoad:
 
 @dataclass(frozen=True, slots=True)
 class TokenRates:
-    """Tokens per second of one copy of the model.
+    """Tokens per second of one copy of the model."""
 
-    Attributes:
-        decode: output tokens, all requests together.
-        prefill: prompt tokens; None: `decode` was measured while prompts were also computed.
-    """
-
-    decode: float
+    decode: float  # output tokens, all requests together
+    # Prompt tokens; None: `decode` was measured while prompts were also computed.
     prefill: float | None = None
 
     def seconds(self, prompt: int, output: int) -> float:

@@ -36,32 +36,20 @@ NOT_CALIBRATED = "its speed is not known yet: run `kvik calibrate`"
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A processor with its memory.
-
-    Attributes:
-        kind: "cpu" or "cuda" (any GPU).
-        memory: bytes.
-        bandwidth: bytes per second of memory; None: unknown, in which case `rates` is empty.
-        rates: dense operations per second by arithmetic, one of `ARITHMETICS`.
-        link: bytes per second to other devices in one direction; 0: no link.
-        price: USD per hour, as given by the user; None: unknown.
-        source: source of the figures.
-        calibration: measurements of this machine; None for data sheets.
-        unknown: why the speed is unknown, as the end of "this machine: ...".
-        assumed: why the figures are not for exactly this processor; "": they are.
-    """
+    """A processor with its memory."""
 
     name: str
-    kind: str
-    memory: int
+    kind: str  # "cpu" or "cuda" (any GPU)
+    memory: int  # bytes
+    # Bytes per second of memory; None: unknown, in which case `rates` is empty.
     bandwidth: float | None
-    rates: Mapping[str, float]
-    link: float = 0.0
-    price: float | None = None
-    source: str = ""
-    calibration: Calibration | None = None
-    unknown: str = ""
-    assumed: str = ""
+    rates: Mapping[str, float]  # dense operations per second by arithmetic, one of `ARITHMETICS`
+    link: float = 0.0  # bytes per second to other devices in one direction; 0: no link
+    price: float | None = None  # USD per hour, as given by the user; None: unknown
+    source: str = ""  # source of the figures
+    calibration: Calibration | None = None  # measurements of this machine; None for data sheets
+    unknown: str = ""  # why the speed is unknown, as the end of "this machine: ..."
+    assumed: str = ""  # why the figures are not for exactly this processor; "": they are
 
     @property
     def rated(self) -> bool:

@@ -62,34 +62,21 @@ class PartMemory:
 class Memory:
     """Bytes on the fullest device, or of all processes together on a CPU. Of stages on GPUs, the
     largest weights and the largest cache count.
-
-    Attributes:
-        limit: bytes that the engine may use.
-        weights: of the model and its drafter.
-        activations: peak of one step of `step_tokens` tokens.
-        kv_cache: for all requests at the full context, in whole blocks; and states.
-        states: part of `kv_cache`: of all requests, with copies for prefix hits.
-        runtime: libraries, tables, graphs and the peak of loading.
-        kv_per_token: for one request, not rounded to blocks, before any window is full.
-        kv_per_request: for one request at the full context, in whole blocks.
-        kv_padding: part of `kv_cache` that is still empty when all requests have their full
-            context.
-        largest_batch: number of requests with the full context that fit; 0: none.
-        draft_weights: part of `weights` of the model or heads that draft.
     """
 
-    limit: int
-    weights: int
-    kv_cache: int
-    states: int
-    activations: int
-    runtime: int
-    kv_per_token: int
-    kv_per_request: int
+    limit: int  # bytes that the engine may use
+    weights: int  # of the model and its drafter
+    kv_cache: int  # for all requests at the full context, in whole blocks; and states
+    states: int  # part of `kv_cache`: of all requests, with copies for prefix hits
+    activations: int  # peak of one step of `step_tokens` tokens
+    runtime: int  # libraries, tables, graphs and the peak of loading
+    kv_per_token: int  # for one request, not rounded to blocks, before any window is full
+    kv_per_request: int  # for one request at the full context, in whole blocks
+    # Part of `kv_cache` that is still empty when all requests have their full context.
     kv_padding: int
     step_tokens: int
-    largest_batch: int
-    draft_weights: int
+    largest_batch: int  # number of requests with the full context that fit; 0: none
+    draft_weights: int  # part of `weights` of the model or heads that draft
 
     @property
     def total(self) -> int:
@@ -129,18 +116,13 @@ class KVWaste:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlanner:
-    """Plans the memory of a setting's fullest device, for any number of requests of any length.
-
-    Attributes:
-        shape: the whole model, with quantised weights in the layout of that device's kernels.
-        part: the part of the model on that device, or on all CPU processes together.
-        stages: the parts of the model in the stages of a pipeline.
-    """
+    """Plans the memory of a setting's fullest device, for any number of requests of any length."""
 
     at: Setting
+    # The whole model, with quantised weights in the layout of that device's kernels.
     shape: ModelShape
-    part: ModelShape
-    stages: tuple[ModelShape, ...]
+    part: ModelShape  # the part of the model on that device, or on all CPU processes together
+    stages: tuple[ModelShape, ...]  # the parts of the model in the stages of a pipeline
     fit: Fit
 
     @classmethod

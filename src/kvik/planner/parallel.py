@@ -257,20 +257,14 @@ def own_rows(matrix: MatrixGroup, shape: ModelShape, rank: int, tp: int) -> Matr
 
 @dataclass(frozen=True, slots=True)
 class Collectives:
-    """The communication in a step among processes or devices that share layers.
+    """The communication in a step among processes or devices that share layers."""
 
-    Attributes:
-        kind: "exchange": each computes some columns, and all read all of them; "all-reduce": each
-            has a partial sum, and all get the total.
-        count: number of collectives in a step.
-        layer: maximum number in a layer.
-        numbers: numbers per token in that layer, all columns or sums together.
-    """
-
+    # "exchange": each computes some columns, and all read all of them; "all-reduce": each has a
+    # partial sum, and all get the total.
     kind: str
-    count: int
-    layer: int
-    numbers: int
+    count: int  # number of collectives in a step
+    layer: int  # maximum number in a layer
+    numbers: int  # numbers per token in that layer, all columns or sums together
 
 
 def collectives(shape: ModelShape, *, exact: bool) -> Collectives:

@@ -282,15 +282,11 @@ class DecodeSpeed:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSpeed:
-    """The results that need the device's speed.
-
-    Attributes:
-        compute_bound_batch: smallest batch at which decode with this context is bound by
-            arithmetic; None: no such batch.
-    """
+    """The results that need the device's speed."""
 
     prefill: tuple[PrefillSpeed, ...]
     decode: tuple[DecodeSpeed, ...]
+    # Smallest batch at which decode with this context is bound by arithmetic; None: no such batch.
     compute_bound_batch: int | None
     speculation: tuple[SpeculationCurve, ...]
 

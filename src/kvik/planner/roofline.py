@@ -151,14 +151,10 @@ class StepPart:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The time of a step.
+    """The time of a step."""
 
-    Attributes:
-        parts: "weights", "head", "kv cache" (of decoding), "attention" (of prompts), "states",
-            "small kernels", "sampling", "host", "links", "exchanges", "hops"; only those that take
-            time.
-    """
-
+    # "weights", "head", "kv cache" (of decoding), "attention" (of prompts), "states", "small
+    # kernels", "sampling", "host", "links", "exchanges", "hops"; only those that take time.
     parts: tuple[StepPart, ...]
 
     @property
@@ -191,15 +187,11 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """The work of a step.
+    """The work of a step."""
 
-    Attributes:
-        runs: equal sequences, as (number of sequences, new tokens, cached tokens before them).
-        drafted: drafts among the new tokens, whose logits are also computed.
-    """
-
+    # Equal sequences, as (number of sequences, new tokens, cached tokens before them).
     runs: tuple[tuple[int, int, int], ...]
-    drafted: int = 0
+    drafted: int = 0  # drafts among the new tokens, whose logits are also computed
 
     @property
     def rows(self) -> int:

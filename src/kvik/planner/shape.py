@@ -73,20 +73,14 @@ class MatrixGroup:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The shape of one layer.
-
-    Attributes:
-        other_parameters: norms and biases, which keep the dtype.
-        cache: None: the layer has no attention, or reads the cache of layer `kv_from`.
-        state_bytes: bytes per request, of any length, that it keeps in place of K and V.
-        state_flops: operations per token on the state.
-    """
+    """The shape of one layer."""
 
     matrices: tuple[MatrixGroup, ...]
-    other_parameters: int
+    other_parameters: int  # norms and biases, which keep the dtype
+    # None: the layer has no attention, or reads the cache of layer `kv_from`.
     cache: KVCacheSpec | None
-    state_bytes: int = 0
-    state_flops: int = 0
+    state_bytes: int = 0  # bytes per request, of any length, that it keeps in place of K and V
+    state_flops: int = 0  # operations per token on the state
     kv_from: int | None = None
 
     @property

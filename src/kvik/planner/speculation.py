@@ -32,18 +32,12 @@ class SpeculationRow:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCurve:
-    """The gain by acceptance rate (rows) and number of drafts (columns).
+    """The gain by acceptance rate (rows) and number of drafts (columns)."""
 
-    Attributes:
-        batch: requests that decode together.
-        drafts: number of drafts (K) of each column.
-        draft_cost: time of a draft step over that of a target step.
-        verify_costs: time of a step with K + 1 rows per request over that with one row.
-    """
-
-    batch: int
-    drafts: tuple[int, ...]
-    draft_cost: float
+    batch: int  # requests that decode together
+    drafts: tuple[int, ...]  # number of drafts (K) of each column
+    draft_cost: float  # time of a draft step over that of a target step
+    # Time of a step with K + 1 rows per request over that with one row.
     verify_costs: tuple[float, ...]
     rows: tuple[SpeculationRow, ...]
 

@@ -161,15 +161,11 @@ class CacheMark:
 
 @dataclass(slots=True)
 class Conversation:
-    """The turns of a request, with its cache marks.
+    """The turns of a request, with its cache marks."""
 
-    Attributes:
-        turns: roles alternate; the first may be "system".
-        marks: in order.
-    """
-
+    # Roles alternate; the first may be "system".
     turns: list[ConversationTurn] = field(default_factory=list)
-    marks: list[CacheMark] = field(default_factory=list)
+    marks: list[CacheMark] = field(default_factory=list)  # in order
 
     @property
     def continues(self) -> bool:

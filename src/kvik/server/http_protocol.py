@@ -24,26 +24,18 @@ from kvik.server.route import CLOSE_EXTENSION, UNREAD_EXTENSION
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Limits of connections.
+    """Limits of connections."""
 
-    Attributes:
-        max_connections: open connections; beyond it, the longest idle one is closed.
-        max_headers: number of headers of a request.
-        max_head_bytes: bytes of its first line and its headers.
-        head_seconds: time until the headers are complete.
-        idle_seconds: time between two requests. The rest of a body after an early response is
-            discarded meanwhile, for at most `head_seconds`.
-        linger_seconds: time for a refused client to read the error.
-        unread_seconds: time that a response waits for a client that does not read. Streams set
-            shorter limits (`limit_unread`).
-    """
-
-    max_connections: int = 4096
-    max_headers: int = 100
-    max_head_bytes: int = 64 << 10
-    head_seconds: float = 30.0
+    max_connections: int = 4096  # open connections; beyond it, the longest idle one is closed
+    max_headers: int = 100  # number of headers of a request
+    max_head_bytes: int = 64 << 10  # bytes of its first line and its headers
+    head_seconds: float = 30.0  # time until the headers are complete
+    # Time between two requests. The rest of a body after an early response is discarded meanwhile,
+    # for at most `head_seconds`.
     idle_seconds: float = 30.0
-    linger_seconds: float = 2.0
+    linger_seconds: float = 2.0  # time for a refused client to read the error
+    # Time that a response waits for a client that does not read. Streams set shorter limits
+    # (`limit_unread`).
     unread_seconds: float = 90.0
 
 

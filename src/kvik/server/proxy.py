@@ -237,18 +237,14 @@ class Upstream:
 
 
 class UpstreamError(Exception):
-    """Raised when a server gave no answer, or broke it off.
-
-    Attributes:
-        closed: the connection was closed before an answer, as a server may do with an idle
-            connection, which does not indicate a failure.
-        sent: the server may have received the request.
-    """
+    """Raised when a server gave no answer, or broke it off."""
 
     def __init__(self, error: Exception, *, closed: bool = False, sent: bool = True) -> None:
         super().__init__(_described(error))
+        # The connection was closed before an answer, as a server may do with an idle connection,
+        # which does not indicate a failure.
         self.closed = closed
-        self.sent = sent
+        self.sent = sent  # the server may have received the request
 
 
 class Proxy:
@@ -524,19 +520,13 @@ class Proxy:
 
 @dataclass(slots=True)
 class _Resumed:
-    """A request that a server handed over.
+    """A request that a server handed over."""
 
-    Attributes:
-        state: the state for the next server.
-        answer: the first server's answer, kept open until the next one's has begun.
-        back: whether the request returns to its first server, as no other one takes it.
-        begun: whether the next server's answer has begun.
-    """
-
-    state: bytes
+    state: bytes  # the state for the next server
+    # The first server's answer, kept open until the next one's has begun.
     answer: aiohttp.ClientResponse
-    back: bool
-    begun: bool = False
+    back: bool  # whether the request returns to its first server, as no other one takes it
+    begun: bool = False  # whether the next server's answer has begun
 
     def begin(self) -> None:
         self.begun = True

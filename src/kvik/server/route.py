@@ -33,51 +33,32 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The handler of a method on a path, and its description for `/openapi.json`.
+    """The handler of a method on a path, and its description for `/openapi.json`."""
 
-    Attributes:
-        path: as in Starlette: "/v1/models/{model:path}" sets `request.path_params["model"]`.
-        handler: takes the request and returns the response. It may raise any `KvikError`.
-        method: GET also serves HEAD.
-        open: served without an API key.
-        operator: shows how all callers use the server. If API keys are set, it needs an
-            administrator's key. It is also served while the server stops.
-        body: what `read_body` decodes; None: no body.
-        answer: type of the JSON response, if it is described.
-        note: one sentence for the documentation.
-    """
-
-    path: str
-    handler: Handler
-    method: str = "POST"
-    open: bool = False
+    path: str  # as in Starlette: "/v1/models/{model:path}" sets `request.path_params["model"]`
+    handler: Handler  # takes the request and returns the response. It may raise any `KvikError`.
+    method: str = "POST"  # GET also serves HEAD
+    open: bool = False  # served without an API key
+    # Shows how all callers use the server. If API keys are set, it needs an administrator's key. It
+    # is also served while the server stops.
     operator: bool = False
-    body: type[msgspec.Struct] | None = None
-    answer: type[msgspec.Struct] | None = None
-    note: str = ""
+    body: type[msgspec.Struct] | None = None  # what `read_body` decodes; None: no body
+    answer: type[msgspec.Struct] | None = None  # type of the JSON response, if it is described
+    note: str = ""  # one sentence for the documentation
 
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Limits of request bodies.
+    """Limits of request bodies."""
 
-    Attributes:
-        max_bytes: size of one body.
-        seconds: time until a body must be complete.
-        max_values: number of JSON values; each takes many times the memory of its text.
-        max_keys: number of object keys, and also of arrays and objects together.
-        max_depth: nesting depth of arrays and objects.
-        small_bytes: a body up to this size is not counted, and is decoded in the event loop.
-        total_bytes: size of all larger bodies being read at the same time.
-    """
-
-    max_bytes: int = 32 << 20
-    seconds: float = 30.0
-    max_values: int = 1 << 20
-    max_keys: int = 1 << 17
-    max_depth: int = 64
+    max_bytes: int = 32 << 20  # size of one body
+    seconds: float = 30.0  # time until a body must be complete
+    max_values: int = 1 << 20  # number of JSON values; each takes many times the memory of its text
+    max_keys: int = 1 << 17  # number of object keys, and also of arrays and objects together
+    max_depth: int = 64  # nesting depth of arrays and objects
+    # A body up to this size is not counted, and is decoded in the event loop.
     small_bytes: int = 64 << 10
-    total_bytes: int = 256 << 20
+    total_bytes: int = 256 << 20  # size of all larger bodies being read at the same time
 
 
 DEFAULT_LIMITS = BodyLimits()

@@ -58,33 +58,22 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """The parts of one server.
+    """The parts of one server."""
 
-    Attributes:
-        config: as set by the operator.
-        model_names: names of the model; responses use the first.
-        engine: runs the requests; `engine.config` describes the model.
-        texts: tokenizer and chat template.
-        generations: starts requests and delivers their output.
-        admission: limits of the queue.
-        default_params: sampling parameters of the model's authors, used where a request sets none.
-        keys: API keys of the callers.
-        drain: whether the server is stopping, and the responses in progress.
-        stored: responses that requests can continue.
-        started: in seconds since 1970.
-    """
-
-    config: ServerConfig
-    model_names: tuple[str, ...]
-    engine: EngineClient
-    texts: Texts
-    generations: Generations
-    admission: Admission
+    config: ServerConfig  # as set by the operator
+    model_names: tuple[str, ...]  # names of the model; responses use the first
+    engine: EngineClient  # runs the requests; `engine.config` describes the model
+    texts: Texts  # tokenizer and chat template
+    generations: Generations  # starts requests and delivers their output
+    admission: Admission  # limits of the queue
+    # Sampling parameters of the model's authors, used where a request sets none.
     default_params: SamplingParams
-    keys: Keys = field(default_factory=Keys)
+    keys: Keys = field(default_factory=Keys)  # API keys of the callers
+    # Whether the server is stopping, and the responses in progress.
     drain: Drain = field(default_factory=Drain)
+    # Responses that requests can continue.
     stored: ResponseStore = field(default_factory=ResponseStore)
-    started: int = 0
+    started: int = 0  # in seconds since 1970
 
     @property
     def model_name(self) -> str:

@@ -93,13 +93,11 @@ class ResponseStore:
 
     Args:
         max_bytes: of all responses; 0: none is kept.
-
-    Attributes:
-        name: random; ids of responses begin with it, so that `kvik route` finds their server.
     """
 
     def __init__(self, max_bytes: int = 0) -> None:
         self.max_bytes = max_bytes
+        # Random; ids of responses begin with it, so that `kvik route` finds their server.
         self.name = secrets.token_hex(4)
         self._responses: dict[str, OrderedDict[str, StoredResponse]] = {}  # by tenant
         self._num_bytes = Counter[str]()  # by tenant

@@ -145,18 +145,13 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """What an answer may contain besides text.
+    """What an answer may contain besides text."""
 
-    Attributes:
-        use: the tools that may be called; None: no tools.
-        begun: whether the prompt leaves a thought open; None: the answer may begin with one.
-        budget: maximum number of tokens of a thought; None: no limit.
-    """
-
-    use: ToolUse | None = None
+    use: ToolUse | None = None  # the tools that may be called; None: no tools
     form: AnswerFormat = PLAIN_FORMAT
+    # Whether the prompt leaves a thought open; None: the answer may begin with one.
     begun: bool | None = None
-    budget: int | None = None
+    budget: int | None = None  # maximum number of tokens of a thought; None: no limit
 
     @classmethod
     def behind(

@@ -236,15 +236,11 @@ def library() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
-    """The tokens of a model.
+    """The tokens of a model."""
 
-    Attributes:
-        texts: [vocab_size], the bytes of each; b"": the id has no text and is never allowed.
-        special_ids: of tokens that no text matches. A grammar may name them.
-    """
-
+    # [vocab_size], the bytes of each; b"": the id has no text and is never allowed.
     texts: list[bytes]
-    special_ids: list[int]
+    special_ids: list[int]  # of tokens that no text matches. A grammar may name them.
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocab_size: int) -> TokenBytes:

@@ -36,17 +36,13 @@ class Thought:
 
 @dataclass(frozen=True, slots=True)
 class ThoughtFormat:
-    """The markers around a thought.
-
-    Attributes:
-        ids: marker -> its token; empty unless both markers are tokens.
-        special_ids: special tokens that an answer may contain.
-    """
+    """The markers around a thought."""
 
     open: str
     close: str
+    # Marker -> its token; empty unless both markers are tokens.
     ids: Mapping[str, int] = field(default_factory=dict)
-    special_ids: tuple[int, ...] = ()
+    special_ids: tuple[int, ...] = ()  # special tokens that an answer may contain
 
     @classmethod
     def of(cls, template: str, tokenizer: Tokenizer) -> ThoughtFormat | None:

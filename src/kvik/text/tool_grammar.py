@@ -31,17 +31,12 @@ ToolMode = Literal["auto", "required", "none"]
 
 @dataclass(frozen=True, slots=True)
 class AllowedCalls:
-    """The calls that an answer may have.
-
-    Attributes:
-        choice: calls are optional (also after text), required, or forbidden.
-        one: at most one call.
-        answer: the text follows another grammar, `@answer`; calls are an alternative to it.
-    """
+    """The calls that an answer may have."""
 
     tools: Sequence[Tool]
-    choice: ToolMode
-    one: bool = False
+    choice: ToolMode  # calls are optional (also after text), required, or forbidden
+    one: bool = False  # at most one call
+    # The text follows another grammar, `@answer`; calls are an alternative to it.
     answer: bool = False
 
 
@@ -195,15 +190,13 @@ def _either(options: Iterable[str]) -> str:
 class PythonRules:
     """Rules of Python literals that satisfy a schema.
 
-    Attributes:
-        rules: `rule`, the keyword arguments of an object, in the order of its schema and separated
-            by commas; and those that it needs.
-
     Raises:
         ParamError: a `$ref` leads nowhere.
     """
 
     def __init__(self, rule: str, schema: Mapping[str, Any]) -> None:
+        # `rule`, the keyword arguments of an object, in the order of its schema and separated by
+        # commas; and those that it needs.
         self.rules: list[str] = []
         self._rule, self._schema = rule, schema
         self._named: dict[str, str] = {}  # reference -> rule

@@ -21,18 +21,15 @@ MAX_REQUESTS = 1_000_000
 class Requests:
     """Requests of a load. Rounds have the same lengths and different prompts, so that the prefix
     cache has none from earlier rounds.
-
-    Attributes:
-        prefix_tokens: before the prompts of `lengths`; each request has one of `prefixes` prefixes.
-        field: the option that sets the lengths, for errors.
     """
 
     count: int
     lengths: Lengths
+    # Before the prompts of `lengths`; each request has one of `prefixes` prefixes.
     prefix_tokens: int = 0
     prefixes: int = 1
     seed: str = "0"
-    field: str = "prompt_tokens"
+    field: str = "prompt_tokens"  # the option that sets the lengths, for errors
 
     def check(self, resolved: ResolvedConfig) -> None:
         """Check the numbers; raises ParamError, which names the field."""

@@ -70,18 +70,14 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class ModelComparison:
-    """A comparison of models, checked as far as possible without loading them.
-
-    Attributes:
-        read_by: resolved config of each contender for reading; `served_by`: for decoding.
-        decoding: None: speed is not measured.
-    """
+    """A comparison of models, checked as far as possible without loading them."""
 
     contenders: tuple[Contender, ...]
     reading: Reading
+    # Resolved config of each contender for reading; `served_by`: for decoding.
     read_by: tuple[ResolvedConfig, ...]
     served_by: tuple[ResolvedConfig, ...]
-    decoding: Decoding | None
+    decoding: Decoding | None  # None: speed is not measured
 
     @classmethod
     def of(

@@ -284,16 +284,12 @@ Jobs = Callable[[int, int], list[BenchRequest]]  # (round, number of requests) -
 
 @dataclass(frozen=True, slots=True)
 class SpeculationLoad:
-    """The load of a report.
-
-    Attributes:
-        batches: numbers of requests that run together, with a row of the result for each.
-        prompt_tokens: limit of a prompt.
-    """
+    """The load of a report."""
 
     jobs: Jobs
+    # Numbers of requests that run together, with a row of the result for each.
     batches: tuple[int, ...]
-    prompt_tokens: int
+    prompt_tokens: int  # limit of a prompt
     output_tokens: int
 
     def check(self, resolved: ResolvedConfig) -> None:

@@ -77,18 +77,14 @@ class Loading:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One step of the ladder.
-
-    Attributes:
-        alone: requests are served one after another, so that a few of them show the rate.
-        recomputes: no computation is reused between tokens.
-    """
+    """One step of the ladder."""
 
     name: str
     what: str
     serve: Serve = run_jobs
+    # Requests are served one after another, so that a few of them show the rate.
     alone: bool = False
-    recomputes: bool = False
+    recomputes: bool = False  # no computation is reused between tokens
     prefix_caching: bool = False
     loading: Loading = Loading()
 

@@ -206,23 +206,16 @@ DISLIKES = ("HTTP 400", "HTTP 422")  # possibly because of one field
 
 @dataclass(frozen=True, slots=True)
 class TargetServer:
-    """The server that requests are sent to, and the form of these requests.
+    """The server that requests are sent to, and the form of these requests."""
 
-    Attributes:
-        url: with or without the ending /v1.
-        endpoint: "completions" or "chat".
-        model: its name there. Of several, separated by commas, each conversation takes one, such as
-            the name of an adapter.
-        extra: fields added to each request.
-        timeout: seconds that a request may take in all.
-    """
-
-    url: str
-    endpoint: str
+    url: str  # with or without the ending /v1
+    endpoint: str  # "completions" or "chat"
+    # Its name there. Of several, separated by commas, each conversation takes one, such as the name
+    # of an adapter.
     model: str
     api_key: str = field(default="", repr=False)
-    extra: Mapping[str, object] = field(default_factory=dict)
-    timeout: float = 600.0
+    extra: Mapping[str, object] = field(default_factory=dict)  # fields added to each request
+    timeout: float = 600.0  # seconds that a request may take in all
     dialect: Dialect = field(default_factory=Dialect)
 
     def route(self, path: str) -> str:

@@ -151,13 +151,10 @@ MAX_TOKENS = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """A distribution of token counts, never below 1.
+    """A distribution of token counts, never below 1."""
 
-    Attributes:
-        kind: "fixed" (a), "uniform" (a to b, both included), "normal" (mean a, standard deviation
-            b) or "lognormal" (median a, standard deviation b of the logarithm).
-    """
-
+    # "fixed" (a), "uniform" (a to b, both included), "normal" (mean a, standard deviation b) or
+    # "lognormal" (median a, standard deviation b of the logarithm).
     kind: str
     a: float
     b: float = 0.0

@@ -28,14 +28,11 @@ TAIL = 4096  # last bytes of an engine's output that are searched for a reason
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """An answer; `answer.failed` is the reason if there is none.
-
-    Attributes:
-        peak_bytes: peak memory of the largest process of the run; on Linux at least the memory of
-            this process when it started the other.
-    """
+    """An answer; `answer.failed` is the reason if there is none."""
 
     answer: Answer
+    # Peak memory of the largest process of the run; on Linux at least the memory of this process
+    # when it started the other.
     peak_bytes: int
 
 

@@ -45,19 +45,13 @@ PLAIN = "{folder}"  # the model as it was given, not converted
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An engine that can be run.
+    """An engine that can be run."""
 
-    Attributes:
-        module: that its Python must have; "": it is a program.
-        formats: format -> options; empty: its model file decides.
-        needs: the kind of model it needs instead of a plain folder.
-        any_format: its options can select other formats.
-    """
-
-    module: str
+    module: str  # that its Python must have; "": it is a program
+    # Format -> options; empty: its model file decides.
     formats: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: NO_FORMATS)
-    needs: str = ""
-    any_format: bool = False
+    needs: str = ""  # the kind of model it needs instead of a plain folder
+    any_format: bool = False  # its options can select other formats
 
 
 ADAPTERS: Mapping[str, Adapter] = {
@@ -109,18 +103,13 @@ class EngineEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """The engines to run.
-
-    Attributes:
-        absent: requested engine that cannot be run -> the reason.
-        left_out: adapters that were not requested and cannot be run.
-        threads: from the file.
-    """
+    """The engines to run."""
 
     entries: Mapping[str, EngineEntry]
+    # Requested engine that cannot be run -> the reason.
     absent: Mapping[str, str] = field(default_factory=dict)
-    left_out: Sequence[str] = ()
-    threads: int | None = None
+    left_out: Sequence[str] = ()  # adapters that were not requested and cannot be run
+    threads: int | None = None  # from the file
 
 
 def installed_engines(

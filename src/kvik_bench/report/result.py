@@ -61,19 +61,15 @@ Subject_contra = TypeVar("Subject_contra", contravariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Measure(Generic[Subject_contra]):
-    """A figure of a run or of another subject.
-
-    Attributes:
-        of: from a subject to its value; None: there is nothing to measure.
-        most: the largest possible value; None: unknown.
-    """
+    """A figure of a run or of another subject."""
 
     name: str
     unit: str
     better: Literal["more", "less"]
     definition: str
+    # From a subject to its value; None: there is nothing to measure.
     of: Callable[[Subject_contra], float | None]
-    most: float | None = None
+    most: float | None = None  # the largest possible value; None: unknown
 
     def values(self, subjects: Iterable[Subject_contra]) -> tuple[float, ...]:
         """Return the value of each subject that has one."""
@@ -147,21 +143,15 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The complete result of a benchmark.
+    """The complete result of a benchmark."""
 
-    Attributes:
-        kind: the command: "latency", "throughput", "serve", ...
-        group: first word of a command of two words; "" for a command of one word.
-        facts: conditions of the measurement: date, command, versions, machine, model, formats.
-        remarks: conclusions and warnings in words.
-    """
-
-    kind: str
+    kind: str  # the command: "latency", "throughput", "serve", ...
+    # Conditions of the measurement: date, command, versions, machine, model, formats.
     facts: Mapping[str, str]
     rows: tuple[Row, ...]
-    remarks: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()  # conclusions and warnings in words
     charts: tuple[Chart, ...] = ()
-    group: str = "bench"
+    group: str = "bench"  # first word of a command of two words; "" for a command of one word
 
     @property
     def title(self) -> str:

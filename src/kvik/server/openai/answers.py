@@ -225,9 +225,6 @@ class Chunks:
         kind: type of the chunks.
         num_prompt_tokens: of all prompts.
         count_thoughts: see `usage_of`.
-
-    Attributes:
-        with_usage: all chunks have the usage so far.
     """
 
     def __init__(
@@ -241,6 +238,7 @@ class Chunks:
         self._head, self._kind = head, kind
         self._count_thoughts = count_thoughts
         self._final = options is not None and bool(options.include_usage)  # the last has it
+        # All chunks have the usage so far.
         self.with_usage = self._final and bool(options and options.continuous_usage_stats)
         self._num_prompt_tokens, self._num_tokens = num_prompt_tokens, 0
 

@@ -155,17 +155,11 @@ _TEMPLATE_ROLES = {"developer": "system"}  # a newer name, which few templates k
 
 
 class RenderOptions(Protocol):
-    """Fields of a body that control how its conversation is rendered as a prompt.
+    """Fields of a body that control how its conversation is rendered as a prompt."""
 
-    Attributes:
-        chat_template_kwargs: variables for the template.
-        add_generation_prompt: None means true, unless the final message is continued.
-        continue_final_message: end the prompt where the last message ends, to continue that
-            message.
-    """
-
-    chat_template_kwargs: dict[str, Variable] | None
-    add_generation_prompt: bool | None
+    chat_template_kwargs: dict[str, Variable] | None  # variables for the template
+    add_generation_prompt: bool | None  # None means true, unless the final message is continued
+    # End the prompt where the last message ends, to continue that message.
     continue_final_message: bool | None
 
 
