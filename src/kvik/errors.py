@@ -43,21 +43,15 @@ class KvikError(ValueError):
 
 
 class Overflow(NamedTuple):  # a dataclass would make `kvik --help` slower
-    """The counts of a request that does not fit into the context.
+    """The counts of a request that does not fit into the context."""
 
-    Attributes:
-        limit: largest number of tokens of prompt and output together.
-        num_prompt: tokens of the prompt.
-        num_output: requested output tokens; 0 if none are generated, or the number is not known.
-        counted: whether `num_prompt` is the whole prompt. If not, the prompt has more tokens.
-        prompt: the field of the request that holds the prompt.
-    """
-
-    limit: int
-    num_prompt: int
+    limit: int  # largest number of tokens of prompt and output together
+    num_prompt: int  # tokens of the prompt
+    # Requested output tokens; 0 if none are generated, or the number is not known.
     num_output: int = 0
+    # Whether `num_prompt` is the whole prompt. If not, the prompt has more tokens.
     counted: bool = True
-    prompt: str = "prompt"
+    prompt: str = "prompt"  # the field of the request that holds the prompt
 
 
 class ParamError(KvikError):

@@ -145,15 +145,12 @@ class Text(Kind):
 
 @dataclass(frozen=True)
 class OneOf(Kind):
-    """One of a fixed set of words.
-
-    Attributes:
-        synonyms: other words -> the allowed word that each means.
-        refused: words -> why they are not allowed; for others the error gives no reason.
-    """
+    """One of a fixed set of words."""
 
     allowed: tuple[str, ...]
+    # Other words -> the allowed word that each means.
     synonyms: Mapping[str, str] = field(default_factory=dict)
+    # Words -> why they are not allowed; for others the error gives no reason.
     refused: Mapping[str, str] = field(default_factory=dict)
 
     metavar = "NAME"
@@ -342,20 +339,14 @@ ANY = object()  # every value
 
 @dataclass(frozen=True, slots=True)
 class Synonym:
-    """A name of another engine's option.
+    """A name of another engine's option."""
 
-    Attributes:
-        option: the equivalent option of kvik; "": none.
-        values: its values -> values of that option; others are taken unchanged.
-        meaningless: values that have no effect in kvik, or `ANY`.
-        why: why they have none, or what to use in place of other values.
-        kind: how to parse its values, if there is no equivalent option or the values differ.
-    """
-
-    option: str = ""
+    option: str = ""  # the equivalent option of kvik; "": none
+    # Its values -> values of that option; others are taken unchanged.
     values: Mapping[object, object] = field(default_factory=dict)
-    meaningless: object = ()
-    why: str = ""
+    meaningless: object = ()  # values that have no effect in kvik, or `ANY`
+    why: str = ""  # why they have none, or what to use in place of other values
+    # How to parse its values, if there is no equivalent option or the values differ.
     kind: Kind | None = None
 
     def ignores(self, value: object) -> bool:

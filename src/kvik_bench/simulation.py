@@ -190,26 +190,21 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEngine:
-    """The limits of a simulated engine, and the times of its steps and moves.
-
-    Attributes:
-        cost: returns the seconds of a step.
-        context: most tokens of a prompt and its answer.
-        groups, checkpoints, tiers: see `CacheConfig`.
-        memory_rate, disk_rate: bytes per second of copies to and from each tier.
-    """
+    """The limits of a simulated engine, and the times of its steps and moves."""
 
     blocks: int = 4096
     block_size: int = 16
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    # Returns the seconds of a step.
     cost: Callable[[PlannedStep], float] = field(default_factory=StepCost)
-    context: int = 1 << 30
+    context: int = 1 << 30  # most tokens of a prompt and its answer
+    # See `CacheConfig`.
     groups: tuple[KVGroup, ...] = group_layers([KVCacheSpec(1, 4, bytes_per_token=16)])
-    checkpoints: int | None = None
-    tiers: TierSizes | None = None
-    memory_rate: float = 20e9
-    disk_rate: float = 3e9
+    checkpoints: int | None = None  # likewise
+    tiers: TierSizes | None = None  # likewise
+    memory_rate: float = 20e9  # bytes per second of copies to and from the tier
+    disk_rate: float = 3e9  # likewise
 
 
 class SimulatedTiers:
@@ -371,31 +366,21 @@ def _work(plan: SchedulerOutput, requests: list[Request]) -> PlannedStep:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of a load.
-
-    Attributes:
-        prompt_tokens, hit_tokens: tokens of all prompts, and their cache hits.
-        ideal_tokens: hits of a single cache with all blocks ever computed.
-        loaded_tokens: hits that were loaded from tiers.
-        seconds: virtual time until the last request ended.
-        busy: seconds of each replica's steps.
-        first_tokens: seconds until each request's first token, sorted.
-        chosen: real seconds of each routing choice, if measured.
-    """
+    """The outcome of a load."""
 
     policy: str
     requests: int
-    prompt_tokens: int
-    hit_tokens: int
-    ideal_tokens: int
-    seconds: float
-    busy: tuple[float, ...]
-    first_tokens: tuple[float, ...]
+    prompt_tokens: int  # of all prompts
+    hit_tokens: int  # their cache hits
+    ideal_tokens: int  # hits of a single cache with all blocks ever computed
+    seconds: float  # virtual time until the last request ended
+    busy: tuple[float, ...]  # seconds of each replica's steps
+    first_tokens: tuple[float, ...]  # seconds until each request's first token, sorted
     preemptions: int
     steps: int
     retried: int = 0
-    chosen: tuple[float, ...] = ()
-    loaded_tokens: int = 0
+    chosen: tuple[float, ...] = ()  # real seconds of each routing choice, if measured
+    loaded_tokens: int = 0  # hits that were loaded from tiers
 
     @property
     def hit_rate(self) -> float:

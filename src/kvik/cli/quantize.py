@@ -315,18 +315,13 @@ SHOWN = 5  # layers with the largest errors
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """Perplexity of the model before and after quantisation.
-
-    Attributes:
-        change, change_error: see `PerplexityChange`.
-        text: description of the text.
-    """
+    """Perplexity of the model before and after quantisation."""
 
     before: float
     after: float
-    change: float
-    change_error: float
-    text: str
+    change: float  # see `PerplexityChange`
+    change_error: float  # likewise
+    text: str  # description of the text
 
     def as_text(self) -> str:
         change = f"{self.change:+.1%}, standard error {self.change_error:.1%}"
@@ -335,20 +330,14 @@ class Perplexity:
 
 @dataclass(frozen=True, slots=True)
 class QuantizeReport:
-    """What was quantised, and what that changed.
-
-    Attributes:
-        calibration: description of the calibration text.
-        seconds: time of the quantisation, without the measurements.
-        perplexity, speed: None if not measured.
-    """
+    """What was quantised, and what that changed."""
 
     model: str
     saved: Saved
-    calibration: str
-    seconds: float
-    perplexity: Perplexity | None = None
-    speed: SpeedChange | None = None
+    calibration: str  # description of the calibration text
+    seconds: float  # time of the quantisation, without the measurements
+    perplexity: Perplexity | None = None  # None if not measured
+    speed: SpeedChange | None = None  # likewise
 
     @property
     def bits_per_weight(self) -> float:

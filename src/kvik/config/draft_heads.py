@@ -25,27 +25,17 @@ MAX_DEPTH, MAX_LAYERS, MAX_RANKS = 16, 8, 64
 
 @dataclass(frozen=True, slots=True)
 class HeadsSpec:
-    """Facts of draft heads.
+    """Facts of draft heads."""
 
-    Attributes:
-        kind: one of `KINDS`.
-        hidden_size, vocab_size: sizes of the model; 0 if unknown, as in Medusa's own checkpoints.
-        depth: tokens drafted ahead: heads of Medusa, steps of EAGLE.
-        layers: residual blocks of each head of Medusa.
-        own_logits: whether each head of Medusa has its own output matrix; otherwise all use the
-            model's.
-        inner_size: width of EAGLE's feed-forward.
-        accuracies: [depth][ranks], share of cases in which the r-th most likely token at depth
-            d + 1 was right, on held-out text; () if not measured.
-    """
-
-    kind: str
-    hidden_size: int
-    vocab_size: int
-    depth: int
-    layers: int = 1
-    own_logits: bool = False
-    inner_size: int = 0
+    kind: str  # one of `KINDS`
+    hidden_size: int  # of the model; 0 if unknown, as in Medusa's own checkpoints
+    vocab_size: int  # likewise
+    depth: int  # tokens drafted ahead: heads of Medusa, steps of EAGLE
+    layers: int = 1  # residual blocks of each head of Medusa
+    own_logits: bool = False  # each head of Medusa has its own output matrix, not the model's
+    inner_size: int = 0  # width of EAGLE's feed-forward
+    # [depth][ranks], share of cases in which the r-th most likely token at depth d + 1 was right,
+    # on held-out text; () if not measured.
     accuracies: tuple[tuple[float, ...], ...] = ()
 
     def as_config(self, model: str) -> dict[str, object]:

@@ -46,19 +46,15 @@ RESERVED_SPACE = 1 << 30  # that torch's libraries and threads reserve; 0.9 GiB 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One CUDA device, as the driver describes it.
-
-    Attributes:
-        total_memory, free_memory: bytes.
-        torch_prompts: (head_dim, tokens): length from which torch's attention was measured to
-            compute fresh prompts faster than Triton's.
-    """
+    """One CUDA device, as the driver describes it."""
 
     index: int
     name: str
-    total_memory: int
-    free_memory: int
+    total_memory: int  # bytes
+    free_memory: int  # bytes
     capability: tuple[int, int]
+    # (head_dim, tokens): length from which torch's attention was measured to compute fresh prompts
+    # faster than Triton's.
     torch_prompts: tuple[tuple[int, int], ...] = ()
 
 

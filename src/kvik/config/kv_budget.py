@@ -61,25 +61,17 @@ class BudgetOptions:
 
 @dataclass(frozen=True, slots=True)
 class KVBudgets:
-    """The contents of a budget file.
+    """The contents of a budget file."""
 
-    Attributes:
-        architecture, fingerprint: of the model; see `fingerprint_of`.
-        by, bytes, context: the options used, see `BudgetOptions`.
-        data, tokens: the text used for measuring, and its length; "" and 0 without one.
-        scores: for each layer, the value that its tokens are proportional to.
-        budgets: tokens kept by each layer.
-    """
-
-    architecture: str
-    fingerprint: str
-    by: str
+    architecture: str  # of the model
+    fingerprint: str  # of the model; see `fingerprint_of`
+    by: str  # the option used, as `bytes` and `context`; see `BudgetOptions`
     bytes: float
     context: int
-    data: str
-    tokens: int
-    scores: tuple[float, ...]
-    budgets: tuple[int, ...]
+    data: str  # the text used for measuring; "" without one
+    tokens: int  # length of that text; 0 without one
+    scores: tuple[float, ...]  # for each layer, the value that its tokens are proportional to
+    budgets: tuple[int, ...]  # tokens kept by each layer
 
 
 def fingerprint_of(spec: ModelSpec) -> str:

@@ -57,24 +57,16 @@ class BlockMap:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The last steps, oldest first, in columns.
+    """The last steps, oldest first, in columns."""
 
-    Attributes:
-        first: number of the first step.
-        ended: times of their ends on the engine's clock. seconds: their durations, planning
-            included.
-        prefill_tokens, decode_tokens: computed tokens; decode tokens include drafts.
-        running, waiting: requests after the step. preemptions: during the step.
-    """
-
-    first: int = 0
-    ended: tuple[float, ...] = ()
-    seconds: tuple[float, ...] = ()
-    prefill_tokens: tuple[int, ...] = ()
-    decode_tokens: tuple[int, ...] = ()
-    running: tuple[int, ...] = ()
-    waiting: tuple[int, ...] = ()
-    preemptions: tuple[int, ...] = ()
+    first: int = 0  # number of the first step
+    ended: tuple[float, ...] = ()  # times of their ends on the engine's clock
+    seconds: tuple[float, ...] = ()  # their durations, planning included
+    prefill_tokens: tuple[int, ...] = ()  # computed tokens
+    decode_tokens: tuple[int, ...] = ()  # computed tokens, drafts included
+    running: tuple[int, ...] = ()  # requests after the step
+    waiting: tuple[int, ...] = ()  # likewise
+    preemptions: tuple[int, ...] = ()  # during the step
 
     def after(self, number: int) -> Steps:
         """Return the steps after the first `number` steps of the engine."""
@@ -113,23 +105,17 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class LiveView:
-    """The state of the engine at one time.
+    """The state of the engine at one time."""
 
-    Attributes:
-        now: on the engine's clock.
-        running: requests with a slot, in order of service, at most `MAX_RUNNING`.
-        waiting: first requests of the queue, at most `MAX_WAITING`; `stats.num_waiting` counts all.
-        finished: last requests to finish, oldest first, at most `MAX_FINISHED`.
-    """
-
-    now: float
+    now: float  # on the engine's clock
     stats: EngineStats
     rates: Rates
     blocks: BlockMap
     steps: Steps
-    running: tuple[LiveRequest, ...] = ()
+    running: tuple[LiveRequest, ...] = ()  # with a slot, in order of service, at most `MAX_RUNNING`
+    # First of the queue, at most `MAX_WAITING`; `stats.num_waiting` counts all.
     waiting: tuple[LiveRequest, ...] = ()
-    finished: tuple[LiveRequest, ...] = ()
+    finished: tuple[LiveRequest, ...] = ()  # last to finish, oldest first, at most `MAX_FINISHED`
 
     def after(self, earlier: LiveView) -> LiveView:
         """Return this view without the steps and finished requests of an earlier view."""
@@ -144,25 +130,16 @@ class LiveView:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """The state of one of several engines.
+    """The state of one of several engines."""
 
-    Attributes:
-        number: counted from 0.
-        state, reason: see `EngineState`; the latter is "" if it is ready.
-        draining: it gets no more requests.
-        starts: how often it became ready.
-        unfinished: requests that were sent to it.
-        stats, rates: None: it does not respond now.
-    """
-
-    number: int
-    state: str
-    reason: str
-    draining: bool
-    starts: int
-    unfinished: int
-    stats: EngineStats | None = None
-    rates: Rates | None = None
+    number: int  # counted from 0
+    state: str  # see `EngineState`
+    reason: str  # likewise; "" if it is ready
+    draining: bool  # it gets no more requests
+    starts: int  # how often it became ready
+    unfinished: int  # requests that were sent to it
+    stats: EngineStats | None = None  # None: it does not respond now
+    rates: Rates | None = None  # likewise
 
 
 def merge_views(views: Sequence[LiveView]) -> LiveView:

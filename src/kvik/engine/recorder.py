@@ -95,18 +95,13 @@ class AdapterChanged(msgspec.Struct, frozen=True, array_like=True, tag=11):
 
 
 class Planned(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """A step was planned.
-
-    Attributes:
-        digest: of the whole plan, including what follows.
-        slots, num_scheduled_tokens: [rows], to show where a plan differs.
-    """
+    """A step was planned."""
 
     now: float
     step: int
-    digest: bytes
-    slots: list[int]
-    num_scheduled_tokens: list[int]
+    digest: bytes  # of the whole plan, including what follows
+    slots: list[int]  # [rows], to show where a plan differs
+    num_scheduled_tokens: list[int]  # likewise
 
 
 class NothingPlanned(msgspec.Struct, frozen=True, array_like=True, tag=5):
@@ -116,23 +111,16 @@ class NothingPlanned(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """The oldest plan in flight was computed.
-
-    Attributes:
-        token_ids, num_draft_tokens, errors: see `ModelRunnerOutput`.
-        digest: of log probabilities and vectors; empty if there were none.
-        readings: of the worker's clock, in order.
-        moved: see `ModelRunnerOutput`.
-    """
+    """The oldest plan in flight was computed."""
 
     now: float
     step: int
-    token_ids: list[list[int]]
-    num_draft_tokens: list[int] | None
-    errors: dict[int, str]
-    digest: bytes
-    readings: list[float]
-    moved: Moved | None = None
+    token_ids: list[list[int]]  # see `ModelRunnerOutput`
+    num_draft_tokens: list[int] | None  # likewise
+    errors: dict[int, str]  # likewise
+    digest: bytes  # of log probabilities and vectors; empty if there were none
+    readings: list[float]  # of the worker's clock, in order
+    moved: Moved | None = None  # see `ModelRunnerOutput`
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=7):

@@ -82,29 +82,23 @@ class EngineSource(Protocol):
 
 
 class SentRequest:
-    """A request whose last delta has not come.
-
-    Attributes:
-        hashes: of the blocks of its prompt; empty if there is one engine.
-        indexes: siblings whose last delta has not come.
-        begun: some of its output was delivered.
-        endings: how the caller ended siblings; the engine was told.
-        leaves: another server continues it, not another engine.
-        handed: states of siblings that a draining engine handed over, until it did so for all.
-    """
+    """A request whose last delta has not come."""
 
     def __init__(self, request: EngineRequest, hashes: list[bytes], arrival: float) -> None:
         self.request = request
         self.request_id = request.request_id
         self.n = request.params.n
         self.deadline = request.deadline
+        # Siblings whose last delta has not come.
         self.indexes = {handover.index for handover in request.resumed} or set(range(self.n))
-        self.hashes = hashes
+        self.hashes = hashes  # of the blocks of its prompt; empty if there is one engine
         self.arrival = arrival
         self.sends = 1
-        self.begun = False
+        self.begun = False  # some of its output was delivered
+        # How the caller ended siblings; the engine was told.
         self.endings: dict[int, tuple[FinishReason, str | None]] = {}
-        self.leaves = False
+        self.leaves = False  # another server continues it, not another engine
+        # States of siblings that a draining engine handed over, until it did so for all.
         self.handed: list[Handover] = []
 
     @property

@@ -52,21 +52,15 @@ class Difference:
 
 @dataclass(slots=True)
 class Replayed:
-    """The result of a replay.
+    """The result of a replay."""
 
-    Attributes:
-        steps, tokens, requests: how many were replayed and found equal.
-        failed_steps: steps that failed when they were recorded, and were not compared.
-        stopped: why the recording ends; None: the engine died.
-        unfinished: steps that were being computed at its end. They are computed again, in case one
-            of them killed the engine.
-    """
-
-    steps: int = 0
-    tokens: int = 0
-    requests: int = 0
-    failed_steps: int = 0
-    stopped: str | None = None
+    steps: int = 0  # replayed and found equal
+    tokens: int = 0  # likewise
+    requests: int = 0  # likewise
+    failed_steps: int = 0  # steps that failed when they were recorded, and were not compared
+    stopped: str | None = None  # why the recording ends; None: the engine died
+    # Steps that were being computed at its end. They are computed again, in case one of them killed
+    # the engine.
     unfinished: int = 0
     difference: Difference | None = None
 

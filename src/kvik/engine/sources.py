@@ -171,24 +171,17 @@ _SLOWEST_CORE = 5e9  # operations per second: less than any core achieves
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """When an engine process is killed, and when another one is started; times in seconds.
+    """When an engine process is killed, and when another one is started; times in seconds."""
 
-    Attributes:
-        stall: time with work but without a step after which the engine counts as stalled; less if
-            the engine announces a lower `StepLimit`. (An engine without heartbeat is killed: see
-            `HeartbeatWatch`.)
-        kill: time from then until it is killed.
-        exit: time for the process to end after its socket was closed.
-        pause: before the first restart; doubles with each crash in `window`, up to `longest_pause`.
-        crashes: number of crashes within `window` after which no further engine is started.
-    """
-
+    # Time with work but without a step after which the engine counts as stalled; less if the engine
+    # announces a lower `StepLimit`. (An engine without heartbeat is killed: see `HeartbeatWatch`.)
     stall: float = 60.0
-    kill: float = 30.0
-    exit: float = 3.0
+    kill: float = 30.0  # time from then until it is killed
+    exit: float = 3.0  # time for the process to end after its socket was closed
+    # Before the first restart; doubles with each crash in `window`, up to `longest_pause`.
     pause: float = 0.5
     longest_pause: float = 30.0
-    crashes: int = 5
+    crashes: int = 5  # number of crashes within `window` after which no further engine is started
     window: float = 600.0
 
 

@@ -41,18 +41,12 @@ class LoopTime:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """Results of speculation, as totals since the start. A row is one request's part of a step.
+    """Results of speculation, as totals since the start. A row is one request's part of a step."""
 
-    Attributes:
-        drafts: how many were computed and accepted, by place.
-        proposing: seconds spent making drafts; see `DraftTimes`.
-        seconds, plain_seconds: of all requests with speculation; see `RequestSpeculation`.
-    """
-
-    drafts: DraftCounts
-    proposing: float = 0.0
-    seconds: float = 0.0
-    plain_seconds: float = 0.0
+    drafts: DraftCounts  # how many were computed and accepted, by place
+    proposing: float = 0.0  # seconds spent making drafts; see `DraftTimes`
+    seconds: float = 0.0  # of all requests with speculation; see `RequestSpeculation`
+    plain_seconds: float = 0.0  # likewise
 
     @property
     def speedup(self) -> float | None:
@@ -72,24 +66,17 @@ class SpeedStats:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One tier, in pages unless noted.
+    """One tier, in pages unless noted."""
 
-    Attributes:
-        name: memory or disk; peer: other engines, of which only loads are counted.
-        pages: number that can be loaded. bytes: their size, out of `capacity`.
-        stored, loaded, failed, evicted: totals since the start; failed: failed loads.
-        bytes_per_second: of recent loads; None: there were none.
-    """
-
-    name: str
-    pages: int
-    bytes: int
+    name: str  # memory or disk; peer: other engines, of which only loads are counted
+    pages: int  # number that can be loaded
+    bytes: int  # their size, out of `capacity`
     capacity: int
-    stored: int
-    loaded: int
-    failed: int
-    evicted: int
-    bytes_per_second: float | None
+    stored: int  # total since the start
+    loaded: int  # likewise
+    failed: int  # likewise, of loads
+    evicted: int  # likewise
+    bytes_per_second: float | None  # of recent loads; None: there were none
 
 
 @dataclass(frozen=True, slots=True)

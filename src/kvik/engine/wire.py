@@ -117,20 +117,14 @@ class Stepped(msgspec.Struct, array_like=True, tag="stepped"):
 
     Most deltas have only tokens. They are sent as columns, which is several times faster, and
     precede `rows`.
-
-    Attributes:
-        steps: planned since the engine started; it grows while the engine makes progress.
-        waits: requests wait because the policy waits for more of them.
-        ids, indexes, tokens: of the deltas that have only tokens.
-        rows: all other deltas.
     """
 
-    steps: int
-    waits: bool
-    ids: Sequence[str] = ()
-    indexes: Sequence[int] = ()
-    tokens: Sequence[list[int]] = ()
-    rows: Sequence[RequestDelta] = ()
+    steps: int  # planned since the engine started; it grows while the engine makes progress
+    waits: bool  # requests wait because the policy waits for more of them
+    ids: Sequence[str] = ()  # of the deltas that have only tokens
+    indexes: Sequence[int] = ()  # likewise
+    tokens: Sequence[list[int]] = ()  # likewise
+    rows: Sequence[RequestDelta] = ()  # all other deltas
 
     def deltas(self) -> list[RequestDelta]:
         """Return all deltas, in order."""

@@ -36,16 +36,12 @@ Progress = Callable[[str, float], None]
 
 
 class EntropyAttention(ReferenceAttention):
-    """The reference attention, which also sums the entropies of each layer.
-
-    Attributes:
-        sums, counts: by the address of a layer's keys; counts are queries times heads.
-    """
+    """The reference attention, which also sums the entropies of each layer."""
 
     def __init__(self, ops: Ops) -> None:
         super().__init__(ops)
-        self.sums: dict[int, float] = {}
-        self.counts: dict[int, int] = {}
+        self.sums: dict[int, float] = {}  # by the address of a layer's keys
+        self.counts: dict[int, int] = {}  # likewise; queries times heads
 
     def see(self, kv: LayerKV, weights: Tensor, visible: Tensor) -> None:
         seen = visible.sum(-1)  # [queries]

@@ -45,17 +45,12 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class ReadRate(msgspec.Struct, frozen=True):
-    """The rate of reading a working set repeatedly; one that fits into a cache is read faster.
-
-    Attributes:
-        rate: the median of the samples.
-        low, high: the least and greatest sample; 0: not recorded.
-    """
+    """The rate of reading a working set repeatedly; one that fits into a cache is read faster."""
 
     bytes: Annotated[int, msgspec.Meta(gt=0)]
-    rate: Rate
-    low: float = 0.0
-    high: float = 0.0
+    rate: Rate  # the median of the samples
+    low: float = 0.0  # the least sample; 0: not recorded
+    high: float = 0.0  # the greatest; likewise
 
     @staticmethod
     def of(num_bytes: int, samples: Sequence[float]) -> ReadRate:
@@ -63,52 +58,37 @@ class ReadRate(msgspec.Struct, frozen=True):
 
 
 class LinearCosts(msgspec.Struct, frozen=True):
-    """Costs of multiplying a number of rows by a matrix.
-
-    Attributes:
-        call: seconds of a call, whatever the size of the matrix.
-        input, output: seconds for each input and each output of all rows.
-        cached, streamed: seconds for each weight read from a cache, and from memory of unlimited
-            speed: the kernel's time when reading is not the limit.
-        share: fraction of the memory's read rate that is reached when reading is the limit. Time
-            beyond `cached` is attributed to memory and scales with its rate, which varies over time
-            and with the working set.
-    """
+    """Costs of multiplying a number of rows by a matrix."""
 
     rows: int
-    call: Seconds
-    input: Seconds
-    output: Seconds
-    cached: Seconds
+    call: Seconds  # seconds of a call, whatever the size of the matrix
+    input: Seconds  # seconds for each input of all rows
+    output: Seconds  # seconds for each output of all rows
+    cached: Seconds  # seconds for each weight read from a cache
+    # Seconds for each weight read from memory of unlimited speed: the kernel's time when reading is
+    # not the limit.
     streamed: Seconds
+    # Fraction of the memory's read rate that is reached when reading is the limit. Time beyond
+    # `cached` is attributed to memory and scales with its rate, which varies over time and with the
+    # working set.
     share: Share
 
 
 class AttentionCosts(msgspec.Struct, frozen=True):
-    """Costs of attention and of preparing it, for one head size.
-
-    Attributes:
-        sequence: seconds per decoding sequence and layer.
-        cached, streamed: seconds for each element of a key and its value, read once for all query
-            heads; as in `LinearCosts`.
-        share: as of `LinearCosts`.
-        score: seconds for each element of a key and each query head, of a decoding query.
-        prefill: operations per second over the visible pairs of a prompt.
-        rotated: seconds for each element of queries and keys that rotary embedding rotates.
-        stored, scattered: seconds for each element of keys and values written to the cache, for a
-            prompt, and for tokens that all belong to different sequences.
-    """
+    """Costs of attention and of preparing it, for one head size."""
 
     head_dim: int
-    sequence: Seconds
+    sequence: Seconds  # seconds per decoding sequence and layer
+    # Seconds for each element of a key and its value, read once for all query heads.
     cached: Seconds
-    streamed: Seconds
-    score: Seconds
-    prefill: Rate
-    rotated: Seconds
+    streamed: Seconds  # likewise; see `LinearCosts`
+    score: Seconds  # seconds for each element of a key and each query head, of a decoding query
+    prefill: Rate  # operations per second over the visible pairs of a prompt
+    rotated: Seconds  # seconds for each element of queries and keys that rotary embedding rotates
+    # Seconds for each element of keys and values written to the cache, for a prompt.
     stored: Seconds
-    scattered: Seconds
-    share: Share = 1.0
+    scattered: Seconds  # likewise, for tokens that all belong to different sequences
+    share: Share = 1.0  # as of `LinearCosts`
 
 
 def read_seconds(costs: LinearCosts | AttentionCosts, working_set: float) -> float:
@@ -139,41 +119,26 @@ class ExchangeCost(msgspec.Struct, frozen=True):
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """What was measured on a machine.
-
-    Attributes:
-        reads: by ascending bytes; the last is from memory.
-        peaks: operations per second by arithmetic ("fp32", "bf16", "int8").
-        linears: by kind of weight ("bf16", "int8", "int8-weight-only", "int4-g128", ...), rows
-            ascending.
-        attention: head_dim ascending.
-        launch: seconds of a small kernel in a step.
-        activation: bytes per second that norms read and write.
-        logit: seconds for each logit that greedy sampling reads.
-        host: by ascending bytes.
-        host_request, host_token: seconds per request and per token of its prompt, outside both the
-            kernels and the steps.
-        exchanges: processes ascending; (): not measured, as with torch's kernels.
-        hop: seconds of a message from one process to another, whatever its size; 0: not measured.
-        hop_rate: bytes per second of a large message.
-        disturbed: other processes used CPU time during the measurement.
-    """
+    """What was measured on a machine."""
 
     machine: Machine
-    reads: tuple[ReadRate, ...]
-    peaks: dict[str, Rate]
+    reads: tuple[ReadRate, ...]  # by ascending bytes; the last is from memory
+    peaks: dict[str, Rate]  # operations per second by arithmetic ("fp32", "bf16", "int8")
+    # By kind of weight ("bf16", "int8", "int8-weight-only", "int4-g128", ...), rows ascending.
     linears: dict[str, tuple[LinearCosts, ...]]
-    attention: tuple[AttentionCosts, ...]
-    launch: Seconds
-    activation: Rate
-    logit: Seconds
-    host: tuple[HostCost, ...] = ()
-    host_request: Seconds = 0.0
-    host_token: Seconds = 0.0
+    attention: tuple[AttentionCosts, ...]  # head_dim ascending
+    launch: Seconds  # seconds of a small kernel in a step
+    activation: Rate  # bytes per second that norms read and write
+    logit: Seconds  # seconds for each logit that greedy sampling reads
+    host: tuple[HostCost, ...] = ()  # by ascending bytes
+    host_request: Seconds = 0.0  # seconds per request, outside both the kernels and the steps
+    host_token: Seconds = 0.0  # likewise, per token of its prompt
+    # Processes ascending; (): not measured, as with torch's kernels.
     exchanges: tuple[ExchangeCost, ...] = ()
+    # Seconds of a message from one process to another, whatever its size; 0: not measured.
     hop: Seconds = 0.0
-    hop_rate: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    disturbed: bool = False
+    hop_rate: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # bytes per second of a large message
+    disturbed: bool = False  # other processes used CPU time during the measurement
     schema: int = SCHEMA
 
     @property

@@ -61,16 +61,11 @@ MILLION = 1e6
 
 @dataclass(frozen=True, slots=True)
 class DailyLoad:
-    """Equal requests that arrive throughout the day.
+    """Equal requests that arrive throughout the day."""
 
-    Attributes:
-        requests: per day.
-        prompt, output: tokens of each request.
-    """
-
-    requests: float
-    prompt: int
-    output: int
+    requests: float  # per day
+    prompt: int  # tokens of each request
+    output: int  # likewise
 
     @property
     def tokens(self) -> float:
@@ -97,31 +92,21 @@ class TokenRates:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Costs in US dollars.
+    """Costs in US dollars."""
 
-    Attributes:
-        price: per hour, for all devices of one copy of the model.
-        prompt_tokens, output_tokens: of a request.
-        mixed: per thousand tokens of such requests, prompt and output together.
-        input, output: per million prompt tokens, and per million generated tokens; None: the
-            measured rate does not distinguish them.
-        copies: copies of the model that the load needs; one without a load.
-        busy: fraction of the time that these copies work; None: no load was given.
-        per_hour, per_day, per_month: cost of these copies, including idle time.
-    """
-
-    price: float
-    prompt_tokens: int
-    output_tokens: int
-    mixed: float
+    price: float  # per hour, for all devices of one copy of the model
+    prompt_tokens: int  # of a request
+    output_tokens: int  # likewise
+    mixed: float  # per thousand tokens of such requests, prompt and output together
+    # Per million prompt tokens; None: the measured rate does not distinguish them.
     input: float | None
-    output: float | None
+    output: float | None  # per million generated tokens; likewise
     load: DailyLoad | None
-    copies: int
-    busy: float | None
-    per_hour: float
-    per_day: float
-    per_month: float
+    copies: int  # copies of the model that the load needs; one without a load
+    busy: float | None  # fraction of the time that these copies work; None: no load was given
+    per_hour: float  # of these copies, including idle time
+    per_day: float  # likewise
+    per_month: float  # likewise
 
 
 def parse_load(text: str, prompt: int, output: int) -> DailyLoad:

@@ -382,27 +382,19 @@ UTILIZATION = EngineConfig().memory_utilization
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a plan is for: a model's formats, its devices, and their work.
-
-    Attributes:
-        context, batch: tokens per request, and requests that run together.
-        tp, pp: number of CPU processes or GPUs that share each layer; number of stages of whole
-            layers.
-        utilization: fraction of the device's memory that the engine may use.
-        hardware: facts about a real machine; None: derived from `device`.
-        source: model or heads that draft, whole on each device; if it is `OWN_HEAD`, the shape of
-            the model has its head (`ModelShape.with_own_head`).
-    """
+    """What a plan is for: a model's formats, its devices, and their work."""
 
     device: Device
     weight_format: str
     kv_format: str
-    context: int = 1
-    batch: int = 1
-    tp: int = 1
-    pp: int = 1
-    utilization: float = UTILIZATION
-    hardware: Hardware | None = None
+    context: int = 1  # tokens per request
+    batch: int = 1  # requests that run together
+    tp: int = 1  # CPU processes or GPUs that share each layer
+    pp: int = 1  # stages of whole layers
+    utilization: float = UTILIZATION  # fraction of the device's memory that the engine may use
+    hardware: Hardware | None = None  # facts about a real machine; None: derived from `device`
+    # Model or heads that draft, whole on each device; if it is `OWN_HEAD`, the shape of the model
+    # has its head (`ModelShape.with_own_head`).
     source: DraftSource = NO_SOURCE
 
     @property

@@ -52,35 +52,21 @@ class Ceiling:
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """The work of an engine over an interval, and its bottleneck.
+    """The work of an engine over an interval, and its bottleneck."""
 
-    Attributes:
-        seconds: length of the interval.
-        time: parts of the interval, as counted by the engine.
-        steps, tokens: number computed.
-        weight_bytes, kv_bytes: bytes that had to be read (for KV and states, also written).
-        state_bytes: the part of `kv_bytes` for states; half of it was written.
-        flops: operations that had to be computed.
-        ceiling: None if the machine's speed is unknown.
-        floor: the least seconds of these steps; None without a ceiling.
-        bottleneck: a key of `WHAT_HELPS`.
-        reason: the figure that shows the bottleneck.
-        missing: why there is no ceiling, or "".
-    """
-
-    seconds: float
-    time: LoopTime
-    steps: int
-    tokens: int
-    weight_bytes: float
-    kv_bytes: float
-    state_bytes: float
-    flops: float
-    ceiling: Ceiling | None
-    floor: float | None
-    bottleneck: str
-    reason: str
-    missing: str = ""
+    seconds: float  # length of the interval
+    time: LoopTime  # parts of the interval, as counted by the engine
+    steps: int  # number computed
+    tokens: int  # likewise
+    weight_bytes: float  # bytes that had to be read
+    kv_bytes: float  # bytes that had to be read; of states, also written
+    state_bytes: float  # the part of `kv_bytes` for states; half of it was written
+    flops: float  # operations that had to be computed
+    ceiling: Ceiling | None  # None if the machine's speed is unknown
+    floor: float | None  # the least seconds of these steps; None without a ceiling
+    bottleneck: str  # a key of `WHAT_HELPS`
+    reason: str  # the figure that shows the bottleneck
+    missing: str = ""  # why there is no ceiling, or ""
 
     @property
     def read_rate(self) -> float:

@@ -37,18 +37,12 @@ _ADVANCED_CPU = frozenset({"avx2", "fma"})  # minimum for the native kernels
 
 @dataclass(frozen=True, slots=True)
 class PartMemory:
-    """Bytes of one of the CPU processes that share a model, or of one GPU of each stage.
+    """Bytes of one of the CPU processes that share a model, or of one GPU of each stage."""
 
-    Attributes:
-        stage, rank: index of the stage, and index of a process within its stage.
-        layers: layers of the stage.
-        weights: including tables that it holds entirely.
-    """
-
-    stage: int
-    rank: int
-    layers: int
-    weights: int
+    stage: int  # index
+    rank: int  # index of a process within its stage
+    layers: int  # layers of the stage
+    weights: int  # including tables that it holds entirely
     kv_cache: int
     activations: int
     runtime: int
@@ -96,21 +90,15 @@ class Memory:
 class KVWaste:
     """Unused parts of the KV cache: with blocks, and with a contiguous reservation for the longest
     possible request. Bytes are those on the fullest device.
-
-    Attributes:
-        block_size: tokens of a block.
-        paged: unused bytes in the last blocks of the batch, on average half a block per request.
-        reserved: bytes that the model's whole context takes, per request.
-        empty: fraction of `reserved` that a request with the plan's context leaves unused; 0 if
-            all layers of the device keep states.
-        batch: number of requests that fit with reservations; with blocks it is
-            `Memory.largest_batch`.
     """
 
-    block_size: int
-    paged: int
-    reserved: int
+    block_size: int  # tokens of a block
+    paged: int  # unused bytes in the last blocks of the batch, on average half a block per request
+    reserved: int  # bytes that the model's whole context takes, per request
+    # Fraction of `reserved` that a request with the plan's context leaves unused; 0 if all layers
+    # of the device keep states.
     empty: float
+    # Number of requests that fit with reservations; with blocks it is `Memory.largest_batch`.
     batch: int
 
 

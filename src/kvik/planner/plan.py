@@ -63,30 +63,21 @@ from kvik.spec.weights import loaded_kind
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """A model divided among several CPU processes or several GPUs.
+    """A model divided among several CPU processes or several GPUs."""
 
-    Attributes:
-        cut: "exact" or "fast" (see `planner/parallel.py`).
-        collectives: None: no layer is shared.
-        layer_bytes: bytes per token that collectives carry in a layer.
-        exact: on GPUs, the collectives of the exact cut; None: on a CPU, or no layer is shared.
-        hop_bytes: bytes per token from one stage to the next.
-        exchange, hop: measured seconds of one exchange or hop; None: not measured, or not on a CPU.
-        step: seconds that communication adds to a decoding step; None: the speed is unknown.
-        rate: expected decoding tokens/s; None: the speed is unknown.
-        rate_of_one: the same with one stage on this machine; None: each stage has its own memory,
-            there is only one stage, or the speed is unknown.
-    """
-
-    cut: str
-    collectives: Collectives | None
-    layer_bytes: int
+    cut: str  # "exact" or "fast" (see `planner/parallel.py`)
+    collectives: Collectives | None  # None: no layer is shared
+    layer_bytes: int  # bytes per token that collectives carry in a layer
+    # On GPUs, the collectives of the exact cut; None: on a CPU, or no layer is shared.
     exact: Collectives | None
-    hop_bytes: int
-    exchange: float | None
-    hop: float | None
+    hop_bytes: int  # bytes per token from one stage to the next
+    exchange: float | None  # measured seconds; None: not measured, or not on a CPU
+    hop: float | None  # likewise
+    # Seconds that communication adds to a decoding step; None: the speed is unknown.
     step: float | None
-    rate: float | None
+    rate: float | None  # expected decoding tokens/s; None: the speed is unknown
+    # The same with one stage on this machine; None: each stage has its own memory, there is only
+    # one stage, or the speed is unknown.
     rate_of_one: float | None
 
 
@@ -262,20 +253,14 @@ class PrefillSpeed:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSpeed:
-    """The speed at which requests decode together.
-
-    Attributes:
-        ceiling, expected: tokens/s of all requests together.
-        floor: least seconds of a step, and thus between two tokens of a request.
-        reading, computing: tokens/s if only reading memory took time, and if only arithmetic did.
-    """
+    """The speed at which requests decode together."""
 
     batch: int
-    ceiling: float
-    expected: float
-    floor: float
-    reading: float
-    computing: float
+    ceiling: float  # tokens/s of all requests together
+    expected: float  # likewise
+    floor: float  # least seconds of a step, and thus between two tokens of a request
+    reading: float  # tokens/s if only reading memory took time
+    computing: float  # tokens/s if only arithmetic did
     bound: str
     fits: bool
 
@@ -553,39 +538,28 @@ def _remedy(shape: ModelShape, requested: Setting, changed: Setting) -> Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The answer to a `Question`.
+    """The answer to a `Question`."""
 
-    Attributes:
-        shape: the model, with weights in the layout of the device's kernels.
-        at: requested formats, devices and work, with defaults filled in.
-        parts, division: () and None if the model is on one device, in one process.
-        remedies: changes that would make the plan fit, if it does not.
-        request: tokens of a request's prompt and of its output.
-        longest_context: longest context that fits for these requests, at most the model's; 0: none.
-        speed: None: the device's speed is unknown.
-        rates: token rates of requests; None: nothing fits, or the speed is unknown.
-        measured_rate: measured output tokens/s on which the cost is based; None: the roofline's.
-        cost: None: there is no price, or no rate.
-    """
-
-    shape: ModelShape
-    at: Setting
-    request: tuple[int, int]
+    shape: ModelShape  # the model, with weights in the layout of the device's kernels
+    at: Setting  # requested formats, devices and work, with defaults filled in
+    request: tuple[int, int]  # tokens of a request's prompt and of its output
     memory: Memory
+    # Longest context that fits for these requests, at most the model's; 0: none.
     longest_context: int
-    parts: tuple[PartMemory, ...]
+    parts: tuple[PartMemory, ...]  # () if the model is on one device, in one process
     kv_waste: KVWaste
-    division: Division | None
-    remedies: tuple[Remedy, ...]
-    speed: PlannedSpeed | None
+    division: Division | None  # None if the model is on one device, in one process
+    remedies: tuple[Remedy, ...]  # changes that would make the plan fit, if it does not
+    speed: PlannedSpeed | None  # None: the device's speed is unknown
     attention_matrices: tuple[MatrixRow, ...]
     attention_variants: tuple[AttentionRow, ...]
     weight_formats: tuple[WeightRow, ...]
     kv_formats: tuple[KVRow, ...]
     context_parts: tuple[ContextRow, ...]
-    rates: TokenRates | None
+    rates: TokenRates | None  # token rates of requests; None: nothing fits, or the speed is unknown
+    # Measured output tokens/s on which the cost is based; None: the roofline's.
     measured_rate: float | None
-    cost: Cost | None
+    cost: Cost | None  # None: there is no price, or no rate
 
     @property
     def weight_bytes(self) -> int:

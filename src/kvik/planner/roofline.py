@@ -132,21 +132,14 @@ ACTIVATION_BYTES = 2  # per number that devices send each other
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """One part of a step, on one of the devices that share it.
-
-    Attributes:
-        floor: seconds at peak figures.
-        expected: seconds by the calibration; without one, the floor.
-        bound: "bandwidth", "compute", "host" or "links".
-        reading, computing: seconds of only reading its bytes, and of only computing its operations.
-    """
+    """One part of a step, on one of the devices that share it."""
 
     name: str
-    floor: float
-    expected: float
-    bound: str
-    reading: float = 0.0
-    computing: float = 0.0
+    floor: float  # seconds at peak figures
+    expected: float  # seconds by the calibration; without one, the floor
+    bound: str  # "bandwidth", "compute", "host" or "links"
+    reading: float = 0.0  # seconds of only reading its bytes
+    computing: float = 0.0  # seconds of only computing its operations
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,16 +97,11 @@ SMALLEST_BUDGET = 256  # tokens per step; below it, reading the weights dominate
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """A load of equal requests.
+    """A load of equal requests."""
 
-    Attributes:
-        prompt, output: tokens per request.
-        shared: leading prompt tokens found in the prefix cache.
-    """
-
-    prompt: int
-    output: int
-    shared: int = 0
+    prompt: int  # tokens per request
+    output: int  # likewise
+    shared: int = 0  # leading prompt tokens found in the prefix cache
 
     @property
     def context(self) -> int:
@@ -138,22 +133,16 @@ class Memo:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A model served on a machine with given limits.
-
-    Attributes:
-        max_fitting: requests of the full context that fit in memory.
-        seqs, budget: `max_num_seqs` and `max_num_batched_tokens`.
-        usual_budget: the engine's default `max_num_batched_tokens` for this memory.
-        memo: shared by all settings of this model on this machine.
-    """
+    """A model served on a machine with given limits."""
 
     shape: ModelShape
     at: Setting
-    max_fitting: int
-    seqs: int
-    budget: int
-    usual_budget: int
+    max_fitting: int  # requests of the full context that fit in memory
+    seqs: int  # `max_num_seqs`
+    budget: int  # `max_num_batched_tokens`
+    usual_budget: int  # the engine's default `max_num_batched_tokens` for this memory
     drafting: Drafting | None = None
+    # Shared by all settings of this model on this machine.
     memo: Memo = field(default_factory=Memo, compare=False, repr=False)
 
     def expected_seconds(self, step: PlannedStep) -> float:
@@ -186,21 +175,14 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted mean latencies and rates of a load.
+    """Predicted mean latencies and rates of a load."""
 
-    Attributes:
-        concurrency: requests in the system, running or waiting.
-        ttft, tpot, e2e: seconds.
-        rate: requests per second.
-        output_rate: generated tokens per second.
-    """
-
-    concurrency: int
-    ttft: float
-    tpot: float
-    e2e: float
-    rate: float
-    output_rate: float
+    concurrency: int  # requests in the system, running or waiting
+    ttft: float  # seconds
+    tpot: float  # seconds
+    e2e: float  # seconds
+    rate: float  # requests per second
+    output_rate: float  # generated tokens per second
 
     def excess(self, slo: Slo) -> float:
         """Return the largest ratio of a mean time to its limit; at most 1 if all are kept."""

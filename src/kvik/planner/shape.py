@@ -98,46 +98,35 @@ def changed_layers(
 
 @dataclass(frozen=True, eq=False)  # without slots, for cached properties
 class ModelShape:
-    """A decoder, as far as its cost depends on it. Two are equal only if they are one object.
+    """A decoder, as far as its cost depends on it. Two are equal only if they are one object."""
 
-    Attributes:
-        name: the user's name for it, shortened to a word.
-        attention: "MHA", "GQA", "MQA" or "MLA".
-        head_dim: of queries and keys; `v_head_dim` of values.
-        latent_dim: with MLA, the width of the compressed K and V; else 0.
-        dtype: of unquantised parts: "bfloat16", "float16" or "float32"; the checkpoint's, or on
-            this machine the engine's choice.
-        stored: weight format of the checkpoint: "bf16", "fp8", ...
-        tied: the head is the embedding, which then counts once, as the head.
-        layers: in order; equal ones are one object, which makes costs quick to compute.
-        outside: matrices, tables, norms and biases that are in no layer.
-        kernels: the layout of quantised weights: "torch", "native" or "triton" (`laid_out` in
-            `memory.py` sets it for a machine).
-        like: the engine's facts of the model, or of the most similar one that it runs.
-        runs: whether the engine runs the model.
-        notes: assumptions made while reading the config.
-    """
-
-    name: str
+    name: str  # the user's name for it, shortened to a word
     architecture: str
-    attention: str
+    attention: str  # "MHA", "GQA", "MQA" or "MLA"
     vocab_size: int
     hidden_size: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys; `v_head_dim` of values
     v_head_dim: int
     max_context: int
+    # Of unquantised parts: "bfloat16", "float16" or "float32"; the checkpoint's, or on this machine
+    # the engine's choice.
     dtype: str
-    stored: str
-    tied: bool
+    stored: str  # weight format of the checkpoint: "bf16", "fp8", ...
+    tied: bool  # the head is the embedding, which then counts once, as the head
+    # In order; equal ones are one object, which makes costs quick to compute.
     layers: tuple[LayerShape, ...] = field(repr=False)
+    # Matrices, tables, norms and biases that are in no layer.
     outside: LayerShape = field(repr=False)
+    # The engine's facts of the model, or of the most similar one that it runs.
     like: ModelSpec = field(repr=False)
-    latent_dim: int = 0
+    latent_dim: int = 0  # with MLA, the width of the compressed K and V; else 0
+    # The layout of quantised weights: "torch", "native" or "triton" (`laid_out` in `memory.py` sets
+    # it for a machine).
     kernels: str = "torch"
-    runs: bool = True
-    notes: tuple[str, ...] = ()
+    runs: bool = True  # whether the engine runs the model
+    notes: tuple[str, ...] = ()  # assumptions made while reading the config
 
     @property
     def num_layers(self) -> int:

@@ -21,44 +21,29 @@ GROUPED_HEADS = 8  # KV heads of the GQA row of a model without GQA; 8 is most c
 
 @dataclass(frozen=True, slots=True)
 class AttentionRow:
-    """The model with one kind of attention.
-
-    Attributes:
-        kv_heads: 0: one latent for all heads.
-        kv_per_token, kv_total: bytes per token and of the whole batch at its context, over all
-            devices.
-        ceiling: decode tokens/s of all requests together; None: the device's speed in this format
-            is unknown, or the heads cannot be divided among the devices.
-        own: the model has this attention.
-    """
+    """The model with one kind of attention."""
 
     attention: str
-    kv_heads: int
-    kv_per_token: int
-    kv_total: int
+    kv_heads: int  # 0: one latent for all heads
+    kv_per_token: int  # bytes over all devices
+    kv_total: int  # likewise, of the whole batch at its context
+    # Decode tokens/s of all requests together; None: the device's speed in this format is unknown,
+    # or the heads cannot be divided among the devices.
     ceiling: float | None
-    own: bool
+    own: bool  # the model has this attention
 
 
 @dataclass(frozen=True, slots=True)
 class WeightRow:
-    """The model in one weight format.
-
-    Attributes:
-        bytes: of the whole model.
-        bits: mean per parameter, including scales and unquantised parts.
-        single, ceiling: decode tokens/s of one request and of the batch.
-        fits: whether the batch fits at its context.
-        largest_batch: largest batch that fits at this context.
-    """
+    """The model in one weight format."""
 
     format: str
-    bytes: int
-    bits: float
-    single: float | None
-    ceiling: float | None
-    fits: bool
-    largest_batch: int
+    bytes: int  # of the whole model
+    bits: float  # mean per parameter, including scales and unquantised parts
+    single: float | None  # decode tokens/s of one request
+    ceiling: float | None  # decode tokens/s of the batch
+    fits: bool  # whether the batch fits at its context
+    largest_batch: int  # largest batch that fits at this context
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,20 +127,15 @@ def _possible(shape: ModelShape, settings: Iterable[Setting]) -> Iterator[tuple[
 class MatrixRow:
     """The attention of one prompt with the score matrix and in tiles (FlashAttention, arXiv
     2205.14135).
-
-    Attributes:
-        matrix: bytes of the scores of all heads of a layer, in the dtype of computation.
-        moved, tiled: bytes read and written in all layers, with the matrix and in tiles.
-        seconds, tiled_seconds: time to move them on the devices that share a layer; None if the
-            speed is unknown.
     """
 
     prompt: int
-    matrix: int
-    moved: int
-    tiled: int
+    matrix: int  # bytes of the scores of all heads of a layer, in the dtype of computation
+    moved: int  # bytes read and written in all layers, with the matrix
+    tiled: int  # likewise, in tiles
+    # To move them on the devices that share a layer; None: the speed is unknown.
     seconds: float | None
-    tiled_seconds: float | None
+    tiled_seconds: float | None  # likewise, in tiles
 
 
 def attention_matrices(
@@ -189,26 +169,17 @@ PARTIAL_BYTES = 4  # per number of a partial result
 class ContextRow:
     """Context parallelism: the tokens of every request are divided among GPUs that all have the
     weights. kvik does not run it.
-
-    Attributes:
-        parts: of the tokens; 1: the plan itself.
-        kv_cache: bytes per GPU, of all requests at their full context.
-        fits: whether it fits beside everything else on a GPU.
-        prefill: seconds of a prompt that fills the context.
-        sending: part of `prefill` in which arithmetic waits for keys and values of other parts.
-        decode: seconds of a step.
-        wider_prefill, wider_decode: the same if that many GPUs share each layer instead; None:
-            they cannot.
     """
 
-    parts: int
-    kv_cache: int
-    fits: bool
-    prefill: float
-    sending: float
-    decode: float
+    parts: int  # of the tokens; 1: the plan itself
+    kv_cache: int  # bytes per GPU, of all requests at their full context
+    fits: bool  # whether it fits beside everything else on a GPU
+    prefill: float  # seconds of a prompt that fills the context
+    sending: float  # part of `prefill` in which arithmetic waits for keys and values of other parts
+    decode: float  # seconds of a step
+    # The same if that many GPUs share each layer instead; None: they cannot.
     wider_prefill: float | None
-    wider_decode: float | None
+    wider_decode: float | None  # likewise
 
 
 def context_parts(shape: ModelShape, at: Setting, memory: Memory) -> tuple[ContextRow, ...]:

@@ -34,19 +34,14 @@ HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 @dataclass(frozen=True, slots=True)
 class EngineFrame:
-    """One event of the stream.
-
-    Attributes:
-        reason: why the engine is not ready; "" if it is.
-        view: complete in the first event, then without steps and finished requests that were
-            already sent; None: the engine is not answering. With several engines, it covers all of
-            them.
-        replicas: one entry for each of several engines; () for a single one.
-    """
+    """One event of the stream."""
 
     state: EngineState
-    reason: str
+    reason: str  # why the engine is not ready; "" if it is
+    # Complete in the first event, then without steps and finished requests that were already sent;
+    # None: the engine is not answering. With several engines, it covers all of them.
     view: LiveView | None
+    # One entry for each of several engines; () for a single one.
     replicas: tuple[ReplicaView, ...] = ()
 
 

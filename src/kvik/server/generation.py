@@ -118,33 +118,22 @@ _FAILED = {
 class GenerationRequest:
     """One prompt to generate from, in the same form for every API. The body was checked at
     decoding.
-
-    Attributes:
-        priority: smaller is more urgent; used only by the policy "priority".
-        cache_salt: prefix blocks are shared only with the same salt (and tenant).
-        deadline_ms: milliseconds from now after which the result is worthless.
-        pins: prefixes to keep in the prefix cache.
-        pooling, second_text: as in `EngineRequest`, for a vector instead of text.
-        chat: the prompt is a rendered conversation.
-        marks: texts to write for certain tokens.
-        unenforced: parts of schemas that are not enforced.
-        movable: another server could continue it.
-        field: the name of the prompt in the caller's request, for errors.
     """
 
     prompt_token_ids: Sequence[int]
     params: SamplingParams
-    priority: int = 0
-    cache_salt: str = ""
-    deadline_ms: int | None = None
-    pins: tuple[Pin, ...] = ()
-    pooling: str | None = None
-    second_text: int = 0
-    chat: bool = False
+    priority: int = 0  # smaller is more urgent; used only by the policy "priority"
+    cache_salt: str = ""  # prefix blocks are shared only with the same salt (and tenant)
+    deadline_ms: int | None = None  # milliseconds from now after which the result is worthless
+    pins: tuple[Pin, ...] = ()  # prefixes to keep in the prefix cache
+    pooling: str | None = None  # as in `EngineRequest`, for a vector instead of text
+    second_text: int = 0  # likewise
+    chat: bool = False  # the prompt is a rendered conversation
+    # Texts to write for certain tokens.
     marks: Mapping[int, str] = field(default_factory=lambda: NO_MARKS)
-    unenforced: tuple[str, ...] = ()
-    movable: bool = True
-    field: str = "prompt"
+    unenforced: tuple[str, ...] = ()  # parts of schemas that are not enforced
+    movable: bool = True  # another server could continue it
+    field: str = "prompt"  # the name of the prompt in the caller's request, for errors
 
     @property
     def operation(self) -> str:
@@ -173,24 +162,7 @@ class GivenAway(Exception):
 
 
 class Generation:
-    """One request being served. It has one reader, which waits for changes and takes the output.
-
-    Attributes:
-        request_id: random id, also used by the engine.
-        changed: set when there is new output to `take`, or the generation ended. Shared by
-            generations that were started together.
-        degraded: a parameter that the server changed under pressure ("max_tokens=64"), or "".
-        unenforced: parts of a JSON Schema that are not enforced.
-        transfer: where its prompt is computed, and for whom.
-        page_source: where its prompt is kept for another server; set with the result.
-        created: time at which its answer began, in whole seconds since 1970.
-        movable: another server can continue it.
-        streams: its client reads a stream, and gets all output so far.
-        replayed: output that another server has sent to the client.
-        prompt_use: tokens of the prompt that were cached and pinned; set with the first tokens.
-        result: set when it ended well.
-        failure: set when it did not, unless another server continues: `moved`.
-    """
+    """One request being served. It has one reader, which waits for changes and takes the output."""
 
     def __init__(
         self,
@@ -201,22 +173,29 @@ class Generation:
         changed: asyncio.Event,
         degraded: str,
     ) -> None:
-        self.request_id = request.request_id
+        self.request_id = request.request_id  # random id, also used by the engine
         self.prompt_token_ids = request.prompt_token_ids
         self.record = record
+        # Set when there is new output to `take`, or the generation ended. Shared by generations
+        # that were started together.
         self.changed = changed
+        # A parameter that the server changed under pressure ("max_tokens=64"), or "".
         self.degraded = degraded
-        self.unenforced: tuple[str, ...] = ()
-        self.transfer = ALONE
+        self.unenforced: tuple[str, ...] = ()  # parts of a JSON Schema that are not enforced
+        self.transfer = ALONE  # where its prompt is computed, and for whom
+        # Where its prompt is kept for another server; set with the result.
         self.page_source: PageSource | None = None
+        # Tokens of the prompt that were cached and pinned; set with the first tokens.
         self.prompt_use: PromptUse | None = None
-        self.result: RequestOutput | None = None
+        self.result: RequestOutput | None = None  # set when it ended well
+        # Set when it did not, unless another server continues: `moved`.
         self.failure: KvikError | None = None
         self.moved: GivenAway | None = None
+        # Time at which its answer began, in whole seconds since 1970.
         self.created = int(time.time())
-        self.movable = False
-        self.streams = False
-        self.replayed: list[TextDelta] = []
+        self.movable = False  # another server can continue it
+        self.streams = False  # its client reads a stream, and gets all output so far
+        self.replayed: list[TextDelta] = []  # output that another server has sent to the client
         self._n, self._logprobs = request.params.n, request.params.logprobs
         self._states: dict[int, Handover | RequestDelta] = {}  # see `GivenAway`
         self._max_tokens = request.params.max_tokens

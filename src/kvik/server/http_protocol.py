@@ -49,16 +49,13 @@ ErrorHeaders = Callable[[Headers], Mapping[str, str]]
 
 @dataclass(slots=True)
 class Connections:
-    """State shared by the connections of a server.
-
-    Attributes:
-        error_headers: returns the headers to add to an error, given the request headers read so
-            far. Without them a page of another origin cannot read the error.
-        idle: connections without a request, idle longest first.
-    """
+    """State shared by the connections of a server."""
 
     limits: ConnectionLimits
+    # Returns the headers to add to an error, given the request headers read so far. Without them a
+    # page of another origin cannot read the error.
     error_headers: ErrorHeaders
+    # Connections without a request, idle longest first.
     idle: dict[Connection, None] = field(default_factory=dict)
 
 

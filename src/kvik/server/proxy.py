@@ -124,18 +124,12 @@ def _store_named(body: Mapping[str, Any]) -> str:
 
 
 class RoutedPrompt(NamedTuple):
-    """A prompt for the choice of a server.
+    """A prompt for the choice of a server."""
 
-    Attributes:
-        hashes, size: in pieces and in characters.
-        session: name shared by requests that belong together.
-        store: name of the store of the response that the request is about; "": of none.
-    """
-
-    hashes: Sequence[bytes] = ()
-    size: int = 0
-    session: str = ""
-    store: str = ""
+    hashes: Sequence[bytes] = ()  # of its pieces
+    size: int = 0  # characters
+    session: str = ""  # name shared by requests that belong together
+    store: str = ""  # name of the store of the response that the request is about; "": of none
 
 
 def piece_hashes(text: bytes) -> list[bytes]:
@@ -212,24 +206,16 @@ class MovedMark:
 
 @dataclass(slots=True)
 class Upstream:
-    """A server behind the proxy.
-
-    Attributes:
-        reason: why it gets no requests; "" if it does.
-        role: the role that it reports; see `EngineConfig`.
-        store: name of its `ResponseStore`.
-        refusal: why it last refused to continue a request of another server.
-        requests, errors: numbers of requests sent to it, and of those that were lost.
-    """
+    """A server behind the proxy."""
 
     url: str
-    reason: str = "it was not asked yet"
-    role: str = "both"
-    store: str = ""
-    refusal: str = ""
+    reason: str = "it was not asked yet"  # why it gets no requests; "" if it does
+    role: str = "both"  # the role that it reports; see `EngineConfig`
+    store: str = ""  # name of its `ResponseStore`
+    refusal: str = ""  # why it last refused to continue a request of another server
     unfinished: int = 0
-    requests: int = 0
-    errors: int = 0
+    requests: int = 0  # number sent to it
+    errors: int = 0  # number of those that were lost
 
     @property
     def healthy(self) -> bool:

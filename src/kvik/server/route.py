@@ -104,22 +104,16 @@ CLOSE_EXTENSION, UNREAD_EXTENSION = "kvik.close", "kvik.unread"
 
 @dataclass(slots=True)
 class RequestContext:
-    """What the application knows about a request.
+    """What the application knows about a request."""
 
-    Attributes:
-        request_id: random; also the header `x-kvik-request-id`.
-        caller: set before a handler runs.
-        arrived: by the engine's clock; the time of its last byte, so that a slow client loses
-            nothing of its deadline.
-        budget: limits reading of the body.
-        ignored_fields: fields of the body without effect, in the header `x-kvik-ignored-fields` ->
-            whether the server knows them.
-    """
-
-    request_id: str
-    budget: BodyBudget
-    caller: Caller = ANONYMOUS
+    request_id: str  # random; also the header `x-kvik-request-id`
+    budget: BodyBudget  # limits reading of the body
+    caller: Caller = ANONYMOUS  # set before a handler runs
+    # By the engine's clock; the time of its last byte, so that a slow client loses nothing of its
+    # deadline.
     arrived: float = field(default_factory=time.monotonic)
+    # Fields of the body without effect, in the header `x-kvik-ignored-fields` -> whether the server
+    # knows them.
     ignored_fields: dict[str, bool] = field(default_factory=dict)
 
     def ignore(self, names: Iterable[str], *, known: bool = True) -> None:

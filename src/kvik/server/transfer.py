@@ -138,19 +138,13 @@ class MovedOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PackedLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities of several tokens, in columns, without the tokens.
+    """Log probabilities of several tokens, in columns, without the tokens."""
 
-    Attributes:
-        ranks, counts: of each token, and the number of its alternatives.
-        ids: of all alternatives.
-        code, values: type of array, and the log probabilities of each token and its alternatives.
-    """
-
-    ranks: list[int]
-    counts: list[int]
-    ids: list[int]
-    code: str
-    values: bytes
+    ranks: list[int]  # of each token
+    counts: list[int]  # of each token's alternatives
+    ids: list[int]  # of all alternatives
+    code: str  # type of the array
+    values: bytes  # log probabilities of each token and its alternatives
 
     @classmethod
     def of(cls, entries: Sequence[TokenLogprobs]) -> PackedLogprobs:

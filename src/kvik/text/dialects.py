@@ -26,34 +26,22 @@ FIRST_MARK, MAX_MARKS = 0xFDD0, 32
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """A format of tool calls.
-
-    Attributes:
-        markers: strings that a template with this format contains, all of them.
-        call: the pattern of a call.
-        begin, between, end: text around and between the calls of an answer.
-        parameter: the pattern of one argument; "": arguments are a JSON object.
-        pythonic: arguments are Python's keyword arguments.
-        bare: an answer with calls has no text; only its beginning distinguishes it from text.
-        id: regular expression of an id, if a call has one.
-        call_id: pattern of the id for clients, with `{name}` and `{id}`; "": a random one.
-        short_ids: random ids have nine letters and digits.
-        several: an answer may have several calls.
-    """
+    """A format of tool calls."""
 
     name: str
-    markers: tuple[str, ...]
-    call: str
-    begin: str = ""
-    between: str = ""
-    end: str = ""
-    parameter: str = ""
-    pythonic: bool = False
+    markers: tuple[str, ...]  # strings that a template with this format contains, all of them
+    call: str  # the pattern of a call
+    begin: str = ""  # text before the calls of an answer
+    between: str = ""  # text between them
+    end: str = ""  # text behind them
+    parameter: str = ""  # the pattern of one argument; "": arguments are a JSON object
+    pythonic: bool = False  # arguments are Python's keyword arguments
+    # An answer with calls has no text; only its beginning distinguishes it from text.
     bare: bool = False
-    id: str = "[a-zA-Z0-9]{9}"
-    call_id: str = ""
-    short_ids: bool = False
-    several: bool = True
+    id: str = "[a-zA-Z0-9]{9}"  # regular expression of an id, if a call has one
+    call_id: str = ""  # pattern of the id for clients, with `{name}` and `{id}`; "": a random one
+    short_ids: bool = False  # random ids have nine letters and digits
+    several: bool = True  # an answer may have several calls
 
     def can_name(self, key: str) -> bool:
         """Return whether an argument's name can be told from what follows it in a call."""

@@ -27,29 +27,21 @@ KINDS = ("fp32", "bf16", "int8", "int8-weight-only", "int4-g128", "int4-g64", "i
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """The number of measurements of a calibration.
+    """The number of measurements of a calibration."""
 
-    Attributes:
-        reads: bytes of the working sets whose reading is timed; the last is "from memory".
-        streamed: bytes of weights, and of keys, read from memory in one sample: several times the
-            size of a cache.
-        rows: of the products.
-        kinds: of weights.
-        head_dims: of attention.
-        samples: of each figure.
-        batches: at which the engine's own cost is measured, with `tokens` for each sequence.
-        flushed: bytes read between two of these steps.
-    """
-
+    # Bytes of the working sets whose reading is timed; the last is "from memory".
     reads: tuple[int, ...]
+    # Bytes of weights, and of keys, read from memory in one sample: several times the size of a
+    # cache.
     streamed: int
-    rows: tuple[int, ...]
-    kinds: tuple[str, ...]
-    head_dims: tuple[int, ...]
-    samples: int
+    rows: tuple[int, ...]  # of the products
+    kinds: tuple[str, ...]  # of weights
+    head_dims: tuple[int, ...]  # of attention
+    samples: int  # of each figure
+    # At which the engine's own cost is measured, with `tokens` for each sequence.
     batches: tuple[int, ...]
     tokens: int
-    flushed: tuple[int, ...]
+    flushed: tuple[int, ...]  # bytes read between two of these steps
 
 
 FULL = Effort(

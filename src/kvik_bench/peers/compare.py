@@ -63,16 +63,13 @@ class EngineComparison:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The outcomes of a comparison's runs.
+    """The outcomes of a comparison's runs."""
 
-    Attributes:
-        answers: (engine, round) -> the answer of each process.
-        peaks: likewise, in bytes.
-        failures: (engine, workload) -> why it failed and was not run again.
-    """
-
+    # (engine, round) -> the answer of each process.
     answers: dict[tuple[str, int], list[Answer]] = field(default_factory=lambda: defaultdict(list))
+    # Likewise, in bytes.
     peaks: dict[tuple[str, int], list[int]] = field(default_factory=lambda: defaultdict(list))
+    # (engine, workload) -> why it failed and was not run again.
     failures: dict[tuple[str, str], str] = field(default_factory=dict)
 
 

@@ -110,16 +110,13 @@ def ratios(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The figures of one subject: a batch size, a policy, an engine, a rung of a ladder.
-
-    Attributes:
-        facts: further facts and remarks about this row.
-        series: distributions by name with unit ("TTFT, ms"), all repeats together.
-    """
+    """The figures of one subject: a batch size, a policy, an engine, a rung of a ladder."""
 
     label: str
     figures: tuple[Figure, ...]
+    # Further facts and remarks about this row.
     facts: Mapping[str, str] = field(default_factory=dict)
+    # Distributions by name with unit ("TTFT, ms"), all repeats together.
     series: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def figure(self, name: str) -> Figure | None:

@@ -190,53 +190,36 @@ ORDER = (
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Advice on one lever.
-
-    Attributes:
-        verdict: "do", "keep" (good as it is), "depends" (on a figure that the goal does not give;
-            not counted in what is advised), "no use" or "not in this version".
-        reason: in words, with figures.
-        change: the advised position in words; "" for no change.
-        flags: flags that set this position.
-        before, after: predictions; None if nothing changes.
-    """
+    """Advice on one lever."""
 
     topic: str
+    # "do", "keep" (good as it is), "depends" (on a figure that the goal does not give; not counted
+    # in what is advised), "no use" or "not in this version".
     verdict: str
-    reason: str
-    change: str = ""
-    flags: tuple[str, ...] = ()
-    before: Figures | None = None
-    after: Figures | None = None
+    reason: str  # in words, with figures
+    change: str = ""  # the advised position in words; "" for no change
+    flags: tuple[str, ...] = ()  # flags that set this position
+    before: Figures | None = None  # prediction; None if nothing changes
+    after: Figures | None = None  # likewise
 
 
 @dataclass(frozen=True, slots=True)
 class AdviceReport:
-    """All advice for a goal.
-
-    Attributes:
-        assumed: flags that stand for the defaults of the goal.
-        obstacle: why no setting of this version fits, and the setting assumed instead; else "".
-        usual, advised: the setting without flags, and with all advice.
-        start, end: their figures; `start` is None if the usual setting does not fit.
-        flags: of all advice.
-        advice: in order, each on top of the previous ones.
-        later: levers without a flag in this version, each alone on top of all advice.
-        promise: whether the limits can be kept, and by what margin; "" without limits.
-    """
+    """All advice for a goal."""
 
     goal: Goal
     traffic: Traffic
-    assumed: tuple[str, ...]
-    obstacle: str
-    usual: Serving
-    advised: Serving
-    start: Figures | None
-    end: Figures
-    flags: tuple[str, ...]
-    advice: tuple[Advice, ...]
+    assumed: tuple[str, ...]  # flags that stand for the defaults of the goal
+    obstacle: str  # why no setting of this version fits, and the setting assumed instead; else ""
+    usual: Serving  # the setting without flags
+    advised: Serving  # the setting with all advice
+    start: Figures | None  # figures of `usual`; None if it does not fit
+    end: Figures  # figures of `advised`
+    flags: tuple[str, ...]  # of all advice
+    advice: tuple[Advice, ...]  # in order, each on top of the previous ones
+    # Levers without a flag in this version, each alone on top of all advice.
     later: tuple[Advice, ...]
-    promise: str
+    promise: str  # whether the limits can be kept, and by what margin; "" without limits
 
 
 def advise(goal: Goal) -> AdviceReport:

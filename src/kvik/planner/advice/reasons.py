@@ -125,23 +125,17 @@ WORTHWHILE = 0.02  # relative change of a figure; smaller changes are within the
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Predictions of a setting.
+    """Predictions of a setting."""
 
-    Attributes:
-        load: at the load of the goal; with limits and no load, at the largest load that keeps them,
-            else of a single request. None: requests arrive faster than they can be served.
-        single: one request alone.
-        full: as many requests as can run, which gives the highest throughput.
-        largest: the largest load that keeps the limits; None if there is none, or no limits.
-        memory, memory_limit: bytes needed on the fullest device, and bytes usable.
-    """
-
+    # At the load of the goal; with limits and no load, at the largest load that keeps them, else of
+    # a single request. None: requests arrive faster than they can be served.
     load: Prediction | None
-    single: Prediction | None
-    full: Prediction | None
+    single: Prediction | None  # one request alone
+    full: Prediction | None  # as many requests as can run, which gives the highest throughput
+    # The largest load that keeps the limits; None if there is none, or no limits.
     largest: Prediction | None
-    memory: int
-    memory_limit: int
+    memory: int  # bytes needed on the fullest device
+    memory_limit: int  # bytes usable there
 
     def key(self, goal: Goal) -> tuple[float, ...]:
         """Return the figures to maximise, the most important first."""

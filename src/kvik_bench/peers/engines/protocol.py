@@ -73,19 +73,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """The results of an adapter; if it failed, only `failed` is set.
+    """The results of an adapter; if it failed, only `failed` is set."""
 
-    Attributes:
-        engine: name and version.
-        start: seconds.
-        rates: workload -> tokens per second of each batch.
-        tokens: workload -> the first batch's output, [rows, output]; empty if the engine does not
-            report tokens.
-    """
-
-    engine: str = ""
-    start: float = 0.0
+    engine: str = ""  # name and version
+    start: float = 0.0  # seconds
+    # Workload -> tokens per second of each batch.
     rates: dict[str, list[float]] = field(default_factory=dict)
+    # Workload -> the first batch's output, [rows, output]; empty if the engine does not report
+    # tokens.
     tokens: dict[str, list[list[int]]] = field(default_factory=dict)
     failed: str = ""
 
