@@ -187,7 +187,7 @@ class EngineLink:
         self._owner = owner
         self._queries: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._num_asked = 0
-        self._new = EngineStats(0, 0, 0, 0.0, config.cache.num_blocks, 0, 0, 0, 0, 0, 0, 0)
+        self._new = EngineStats(num_blocks=config.cache.num_blocks)
         self._stats = self._new
         self._ended: list[EngineStats] = []  # counters of all engines that have ended, as one
         self._socket: ClientSocket | None = None

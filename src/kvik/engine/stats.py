@@ -93,18 +93,18 @@ class MoveStats:
 class EngineStats:
     """Gauges at the time of the call, and counters since the start; in tokens unless noted."""
 
-    num_running: int  # requests
-    num_waiting: int  # requests
-    queued_tokens: int
-    kv_usage: float  # share of blocks held by requests, 0 to 1
-    num_blocks: int
-    cached_blocks: int  # blocks whose content can be matched
-    steps: int
-    scheduled_tokens: int
-    delivered_tokens: int
-    preemptions: int  # times
-    prefix_queries: int  # prompt tokens looked up in the prefix cache
-    prefix_hits: int  # and found there
+    num_running: int = 0  # requests
+    num_waiting: int = 0  # requests
+    queued_tokens: int = 0
+    kv_usage: float = 0.0  # share of blocks held by requests, 0 to 1
+    num_blocks: int = 0
+    cached_blocks: int = 0  # blocks whose content can be matched
+    steps: int = 0
+    scheduled_tokens: int = 0
+    delivered_tokens: int = 0
+    preemptions: int = 0  # times
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
+    prefix_hits: int = 0  # and found there
     step_sizes: Sequence[int] = ()  # [i] steps of more than 2^(i - 1) and up to 2^i tokens
     work: Work = field(default_factory=Work)
     time: LoopTime = field(default_factory=LoopTime)

@@ -51,17 +51,27 @@ class Ceiling:
 
 
 @dataclass(frozen=True, slots=True)
-class Efficiency:
-    """The work of an engine over an interval, and its bottleneck."""
+class StepTotals:
+    """The work of some steps."""
 
-    seconds: float  # length of the interval
-    time: LoopTime  # parts of the interval, as counted by the engine
-    steps: int  # number computed
-    tokens: int  # likewise
+    steps: int
     weight_bytes: float  # bytes that had to be read
     kv_bytes: float  # bytes that had to be read; of states, also written
     state_bytes: float  # the part of `kv_bytes` for states; half of it was written
     flops: float  # operations that had to be computed
+
+    @property
+    def moved(self) -> float:
+        return self.weight_bytes + self.kv_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency(StepTotals):
+    """The work of an engine over an interval, and its bottleneck."""
+
+    seconds: float  # length of the interval
+    time: LoopTime  # parts of the interval, as counted by the engine
+    tokens: int  # number computed
     ceiling: Ceiling | None  # None if the machine's speed is unknown
     floor: float | None  # the least seconds of these steps; None without a ceiling
     bottleneck: str  # a key of `WHAT_HELPS`
@@ -71,7 +81,7 @@ class Efficiency:
     @property
     def read_rate(self) -> float:
         """Bytes read per second, excluding idle time."""
-        return _ratio(self.weight_bytes + self.kv_bytes, self.time.busy)
+        return _ratio(self.moved, self.time.busy)
 
     @property
     def flop_rate(self) -> float:
@@ -108,7 +118,7 @@ def efficiency(
     if after.time == LoopTime():
         time = LoopTime(executor=seconds)
     kinds = _split(work, shape, at)
-    total = _Kind(*map(sum, zip(*map(astuple, kinds), strict=True)))
+    total = StepTotals(*map(sum, zip(*map(astuple, kinds), strict=True)))
     ceiling, needs, missing = None, None, ""
     try:
         ceiling = Ceiling(
@@ -120,14 +130,10 @@ def efficiency(
         missing = error.message
     bottleneck, reason = _bottleneck(work, total, needs, time, ceiling)
     return Efficiency(
+        *astuple(total),
         seconds=seconds,
         time=time,
-        steps=total.steps,
         tokens=work.prefill_tokens + work.decode_tokens,
-        weight_bytes=total.weight_bytes,
-        kv_bytes=total.kv_bytes,
-        state_bytes=total.state_bytes,
-        flops=total.flops,
         ceiling=ceiling,
         floor=sum(needs.values()) if needs else None,
         bottleneck=bottleneck,
@@ -136,22 +142,7 @@ def efficiency(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """The total of all steps of one kind, as in `Efficiency`."""
-
-    steps: int
-    weight_bytes: float
-    kv_bytes: float
-    state_bytes: float
-    flops: float
-
-    @property
-    def moved(self) -> float:
-        return self.weight_bytes + self.kv_bytes
-
-
-def _split(work: Work, shape: ModelShape, at: Setting) -> tuple[_Kind, _Kind]:
+def _split(work: Work, shape: ModelShape, at: Setting) -> tuple[StepTotals, StepTotals]:
     """Return the totals of steps that only decode and of steps with part of a prompt.
 
     The former are bound by reading, the latter by arithmetic, so each kind has its own floor.
@@ -167,12 +158,12 @@ def _split(work: Work, shape: ModelShape, at: Setting) -> tuple[_Kind, _Kind]:
 
     def kind(
         steps: int, rows: int, sequences: int, logits: int, read: float, pairs: float
-    ) -> _Kind:
+    ) -> StepTotals:
         # Routed experts: assume that all steps have the same number of rows, which maximises reads.
         weights = shape.read_bytes(at.weight_format, max(1, round(rows / steps))) if steps else 0.0
         states = sequences * shape.state_traffic(cached=1)
         flops = shape.matmul_flops(rows, logits) + pair * pairs
-        return _Kind(
+        return StepTotals(
             steps=steps,
             weight_bytes=steps * weights,
             kv_bytes=read + rows * shape.kv_bytes_per_token(at.kv_format) + states,
@@ -195,7 +186,7 @@ def _split(work: Work, shape: ModelShape, at: Setting) -> tuple[_Kind, _Kind]:
     )
 
 
-def _needs(kinds: tuple[_Kind, ...], ceiling: Ceiling) -> dict[str, float]:
+def _needs(kinds: tuple[StepTotals, ...], ceiling: Ceiling) -> dict[str, float]:
     """Return the seconds bound by each resource; reading and arithmetic overlap, so only the longer
     counts."""
     needs = {"weights bandwidth": 0.0, "KV bandwidth": 0.0, "compute": 0.0}
@@ -212,7 +203,7 @@ def _needs(kinds: tuple[_Kind, ...], ceiling: Ceiling) -> dict[str, float]:
 
 def _bottleneck(
     work: Work,
-    total: _Kind,
+    total: StepTotals,
     needs: dict[str, float] | None,
     time: LoopTime,
     ceiling: Ceiling | None,
@@ -258,7 +249,7 @@ def _bottleneck(
     return cause, f"{portion} goes to reading {data}; {reached}"
 
 
-def _impossible(total: _Kind, time: LoopTime, ceiling: Ceiling) -> str:
+def _impossible(total: StepTotals, time: LoopTime, ceiling: Ceiling) -> str:
     """Return which ceiling was exceeded, in words; "" if none was."""
     for work, peak, label in (
         (total.moved, ceiling.bandwidth, f"{ceiling.bandwidth / 1e9:,.3g} GB/s"),

@@ -33,7 +33,9 @@ class MachineMetrics:
         model = self.model()
         if model is None:
             return
-        total = model.efficiency(_nothing(stats), stats, max(stats.time.busy, 1e-9))
+        total = model.efficiency(
+            EngineStats(num_blocks=stats.num_blocks), stats, max(stats.time.busy, 1e-9)
+        )
         note = "Operations that the steps had to do, as estimated."
         yield CounterMetricFamily("estimated_flops_per_gpu", note, total.flops)
         written = total.tokens * model.kv_bytes_per_token + total.state_bytes / 2
@@ -67,11 +69,6 @@ class MachineMetrics:
         if not readings or now - readings[-1][0] >= READING_SECONDS:
             readings.append((now, stats))
         return efficiency
-
-
-def _nothing(stats: EngineStats) -> EngineStats:
-    """Return the statistics of the engine at its start."""
-    return EngineStats(0, 0, 0, 0.0, stats.num_blocks, 0, 0, 0, 0, 0, 0, 0)
 
 
 def _limits(recent: Efficiency, doubt: str) -> Iterator[Metric]:
