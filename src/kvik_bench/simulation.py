@@ -443,7 +443,7 @@ class _Run:
         self.talk = Conversations(traffic, engine.context)
         self.events: list[tuple[float, int, int | Turn]] = []  # end of a replica's step, or request
         self.numbers = count()
-        self.turns: dict[str, tuple[Turn, int, float]] = {}  # unfinished: turn, replica, arrival
+        self.turns: dict[str, tuple[Turn, int]] = {}  # unfinished, with their replicas
         self.waits: dict[str, float] = {}  # arrival of requests without a token
         self.ideal = self.prompts = self.done = self.retried = 0
         self.first: list[float] = []
@@ -469,7 +469,7 @@ class _Run:
             elif self.alive[event]:
                 self._stepped(event, now)
         if self.turns:  # they wait for blocks that their engine does not have
-            longest = max(len(turn.tokens) for turn, _, _ in self.turns.values())
+            longest = max(len(turn.tokens) for turn, _ in self.turns.values())
             raise ConfigError(
                 "num_blocks",
                 f"must be more: prompts of up to {longest} tokens and their answers do not fit "
@@ -520,7 +520,7 @@ class _Run:
             assert choice is not None
             self.router.sent(name, choice, turn.hashes, len(turn.tokens), now)
             place = choice.replica
-        self.turns[name] = turn, place, now
+        self.turns[name] = turn, place
         replica = self.replicas[place]
         replica.add(name, turn, now)
         if replica.plan is None:
@@ -539,7 +539,7 @@ class _Run:
                 if routed:
                     self.router.began(name, now)
             if last:
-                turn = self.turns.pop(name)[0]
+                turn, _ = self.turns.pop(name)
                 self.done += 1
                 total = self.talk.num_requests
                 if self.tell is not None and self.done % max(1, total // 100) == 0:
@@ -557,7 +557,7 @@ class _Run:
         self.alive[place] = False
         self.router.set_available(place, False)
         self.router.forget(place)
-        lost = [(name, turn) for name, (turn, where, _) in self.turns.items() if where == place]
+        lost = [(name, turn) for name, (turn, where) in self.turns.items() if where == place]
         for name, turn in lost:
             self.router.ended(name, now)
             self.retried += 1

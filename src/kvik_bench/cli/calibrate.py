@@ -23,8 +23,8 @@ from kvik.config.hardware import (
 )
 from kvik.errors import ConfigError
 from kvik.files import can_write
-from kvik.options import Integer
 from kvik.planner.calibration import Calibration, ReadRate, calibration_path, save
+from kvik_bench.cli.output import integer_up_to
 from kvik_bench.report.result import Figure
 from kvik_bench.report.table import show_figure
 
@@ -97,7 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--threads",
-        type=_threads,
+        type=integer_up_to(MAX_THREADS),
         metavar="N",
         help="CPU threads (default: KVIK_THREADS, or all cores)",
     )
@@ -209,13 +209,3 @@ def _gigabytes(read: ReadRate) -> str:
     """Return a rate with the range of its samples."""
     samples = (read.low, read.rate, read.high) if read.high else (read.rate,)
     return show_figure(Figure("read", "GB/s", tuple(rate / 1e9 for rate in samples)))
-
-
-def _threads(text: str) -> int:
-    kind = Integer(1, MAX_THREADS)
-    try:
-        return kind.checked(kind.parse(text))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be an integer in [1, {MAX_THREADS}], not {text!r}"
-        ) from None

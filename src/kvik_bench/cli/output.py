@@ -12,6 +12,7 @@ from kvik.cli.flags import OF_SERVERS, Parser, add_engine_flags, add_model
 from kvik.cli.terminal import say
 from kvik.errors import ConfigError
 from kvik.files import can_write, write_whole
+from kvik.options import Integer
 
 if TYPE_CHECKING:
     from kvik_bench.report.result import Result
@@ -42,6 +43,20 @@ def integers(text: str) -> tuple[int, ...]:
         message = f"must be different integers separated by commas, not {text[:60]!r}"
         raise argparse.ArgumentTypeError(message)
     return numbers
+
+
+def integer_up_to(high: int) -> Callable[[str], int]:
+    """Return a reader of an integer from 1 to `high`, for argparse."""
+    kind = Integer(1, high)
+
+    def read(text: str) -> int:
+        try:
+            return kind.checked(kind.parse(text))
+        except ValueError:
+            message = f"must be an integer in [1, {high}], not {text[:60]!r}"
+            raise argparse.ArgumentTypeError(message) from None
+
+    return read
 
 
 class Flags(Protocol):

@@ -17,7 +17,6 @@ from kvik.config.model_source import find_model
 from kvik.errors import ConfigError
 from kvik.interrupts import ended_like_ctrl_c
 from kvik.model_files import model_files
-from kvik.options import Integer
 from kvik.planner.serving import parse_seconds, parse_slo
 from kvik.remote_server import RemoteServer, add_key_flag
 from kvik_bench.cli.output import (
@@ -25,6 +24,7 @@ from kvik_bench.cli.output import (
     add_output_flags,
     add_run_flags,
     check_output,
+    integer_up_to,
     integers,
     write_out,
 )
@@ -60,6 +60,7 @@ DEFAULT_REQUESTS = 100
 DEFAULT_CONCURRENCY = (8,)
 MAX_USERS = 1 << 16  # with a connection each
 MAX_IN_FLIGHT = 512
+_positive = integer_up_to(MAX_TOKENS)
 BURSTINESS = 2.0
 PROMPT_TOKENS = "128"
 OUTPUT_TOKENS = "64"
@@ -199,15 +200,6 @@ def check_together(arguments: argparse.Namespace) -> None:
     for name, other in EXCLUDES:
         if name in options and other in options:
             raise ConfigError(other, f"cannot be combined with --{name}")
-
-
-def _positive(text: str) -> int:
-    kind = Integer(1, MAX_TOKENS)
-    try:
-        return kind.checked(kind.parse(text))
-    except ValueError:
-        message = f"must be an integer in [1, {MAX_TOKENS}], not {text[:60]!r}"
-        raise argparse.ArgumentTypeError(message) from None
 
 
 def _positive_number(text: str) -> float:
