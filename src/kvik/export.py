@@ -98,11 +98,8 @@ def plan_export(path: Path, type: str, adapter: Path | None = None) -> Export:
 
 
 def _check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
-    """Check the checkpoint against a model whose weights are declared and never loaded.
-
-    Raises:
-        ModelError: the checkpoint does not fit the spec.
-    """
+    """Raise ModelError if the checkpoint does not fit a model whose weights are declared and never
+    loaded."""
     builder = Builder(
         REFERENCE,
         ReferenceAttention(REFERENCE),

@@ -97,11 +97,7 @@ def regular(path: str, flags: int) -> int:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file, whole or not at all; a pipe or device is written to directly.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file, whole or not at all; a pipe or device is written directly. Raises OSError."""
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return
@@ -112,10 +108,7 @@ def write_whole(path: Path, data: bytes) -> None:
 @contextlib.contextmanager
 def writing_whole(path: Path) -> Iterator[BinaryIO]:
     """Open a file that takes its name when the block ends, and is deleted if the block fails.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    Raises OSError."""
     path = path.resolve()  # a link stays, and what it points to is replaced
     with _draft(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY) as (draft, number):
         with os.fdopen(os.dup(number), "wb") as file:
@@ -126,11 +119,7 @@ def writing_whole(path: Path) -> Iterator[BinaryIO]:
 @contextlib.contextmanager
 def writing_whole_folder(path: Path) -> Iterator[Path]:
     """Make a folder that replaces `path` when the block ends. If the block fails, it is deleted and
-    the old folder stays.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    the old folder stays. Raises OSError if it cannot be written."""
     path = path.resolve()
     with working_folder(path) as draft:
         yield draft

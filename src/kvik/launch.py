@@ -188,21 +188,13 @@ _NO_ROLE = "must be both, except with kvik serve: only servers have roles"
 
 
 def check_no_role(resolved: ResolvedConfig) -> None:
-    """Check that the config gives no role, for an engine without a server.
-
-    Raises:
-        ConfigError: `role` is not "both".
-    """
+    """Raise ConfigError if the config gives a role, which only an engine with a server can have."""
     if resolved.runner.role != "both":
         raise ConfigError("role", _NO_ROLE)
 
 
 def check_one_engine(resolved: ResolvedConfig) -> None:
-    """Check that the config asks for one engine, as this process can run only one.
-
-    Raises:
-        ConfigError: `data_parallel_size` is above 1.
-    """
+    """Raise ConfigError if the config asks for several engines: this process can run only one."""
     if resolved.runner.replicas > 1:
         reason = "kvik serve and AsyncLLM run several, each in a separate process"
         raise ConfigError(
@@ -250,11 +242,7 @@ def load_loop(
 
 
 def check_tokenizer(resolved: ResolvedConfig) -> None:
-    """Check that the model has a tokenizer.
-
-    Raises:
-        ModelError: the model has no tokenizer; the message says what is missing.
-    """
+    """Raise ModelError, which says what is missing, if the model has no tokenizer."""
     files = model_files(Path(resolved.runner.model_path))
     if not files.has_tokenizer():
         files.tokenizer()

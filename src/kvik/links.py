@@ -74,11 +74,7 @@ class LinkListener:
         raise TimeoutError
 
     def next_peer(self, seconds: float) -> socket.socket:
-        """Return the next connection, which may be anybody's.
-
-        Raises:
-            TimeoutError: none came.
-        """
+        """Return the next connection, which may be anybody's; raise TimeoutError if none came."""
         self._socket.settimeout(seconds)
         return self._socket.accept()[0]
 

@@ -660,11 +660,7 @@ class Stream(Iterator[TextDelta]):
 
 
 def either(theirs: str, their_value: Any, ours: str, value: Any) -> Any:
-    """Return an argument that has two names.
-
-    Raises:
-        ParamError: both are given.
-    """
+    """Return an argument that has two names; raise ParamError if both are given."""
     if their_value is not None and value is not None:
         raise ParamError(theirs, f"means {ours}, which is also given")
     return value if their_value is None else their_value

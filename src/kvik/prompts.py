@@ -24,11 +24,7 @@ ONE = "a text or a list of token ids"
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[PlainPrompt]:
-    """Return one prompt or many as a list.
-
-    Raises:
-        ParamError: they are not prompts.
-    """
+    """Return one prompt or many as a list; raise ParamError if they are not prompts."""
     single = _plain(prompts)
     if single is not None:
         return [single] if single != [] else []
@@ -40,11 +36,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[PlainPrompt]:
 
 
 def one_prompt(prompt: Prompt) -> PlainPrompt:
-    """Return a prompt that must be one.
-
-    Raises:
-        ParamError: it is not one, or empty.
-    """
+    """Return a prompt that must be one; raise ParamError if it is not one, or empty."""
     plain = _plain(prompt)
     if plain is None:
         raise ParamError("prompt", f"must be {ONE}")

@@ -334,11 +334,8 @@ class Process(Protocol):
         ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end, and return what `poll` returns.
-
-        Raises:
-            TimeoutExpired: it has not ended.
-        """
+        """Wait for the end, and return what `poll` returns; raise TimeoutExpired if it has not
+        ended."""
         ...
 
     def kill(self) -> None: ...

@@ -54,11 +54,7 @@ class RayProcess:
             return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end; see `Process.wait`.
-
-        Raises:
-            TimeoutExpired: it has not ended.
-        """
+        """See `Process.wait`."""
         end = time.monotonic() + (END_SECONDS if timeout is None else timeout)
         try:
             return int(self._ray.get(self._ended, timeout=max(0.0, end - time.monotonic())))
@@ -131,11 +127,8 @@ class RayLauncher:
 
 
 def _join_cluster(ray: Any) -> None:
-    """Join the cluster that Ray finds.
-
-    Raises:
-        ConfigError: there is none, it does not answer, or it refuses this machine.
-    """
+    """Join the cluster that Ray finds. Raises ConfigError if there is none, it does not answer, or
+    it refuses this machine."""
     errors: list[BaseException] = []
 
     def join() -> None:

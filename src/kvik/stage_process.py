@@ -125,11 +125,8 @@ class StageReceiver:
         self._thread.start()
 
     def take(self) -> bytes:
-        """Wait for the hidden states of the next step: [tokens, hidden].
-
-        Raises:
-            EOFError: the previous stage has ended.
-        """
+        """Wait for the hidden states of the next step: [tokens, hidden]. Raises EOFError if the
+        previous stage has ended."""
         data = self._arrived.get()
         if data is None:
             self._arrived.put(None)  # for later calls
@@ -188,11 +185,7 @@ class StageProcesses(LinkedProcesses):
         self._may_load.set()
 
     def wait_loaded(self) -> None:
-        """Wait until the stages have loaded.
-
-        Raises:
-            ConfigError: a stage cannot load.
-        """
+        """Wait until the stages have loaded; raise ConfigError if one cannot load."""
         self._took = time.monotonic() - self._began
         self._joined.wait()
         if self._error:

@@ -41,11 +41,8 @@ class Parser(argparse.ArgumentParser):
         self.color = False  # of Python 3.14; `say` escapes control characters
 
     def print_help(self, file: object = None) -> None:
-        """Print the help texts on standard output.
-
-        Raises:
-            OSError: writing failed, which argparse ignores.
-        """
+        """Print the help texts on standard output; raise OSError, which argparse ignores, if it
+        fails."""
         say(self.format_help(), end="")
 
     def error(self, message: str) -> NoReturn:
@@ -183,11 +180,7 @@ def add_force_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def check_new(arguments: argparse.Namespace, exists: bool) -> None:
-    """Check that an output may be written.
-
-    Raises:
-        ConfigError: the output `exists`, and --force was not given.
-    """
+    """Raise ConfigError if the output of a command `exists`, and --force was not given."""
     if exists and not arguments.force:
         raise ConfigError("output", f"{str(arguments.output)!r} exists; --force replaces it")
 

@@ -45,11 +45,7 @@ def added_verbs() -> dict[str, tuple[str, str]]:
 
 
 def decoding_meter() -> DecodingMeter:
-    """Return the measurement of decoding.
-
-    Raises:
-        ConfigError: no installed package has one.
-    """
+    """Return the measurement of decoding; raise ConfigError if no installed package has one."""
     from importlib.metadata import entry_points
 
     for entry in entry_points(group=METERS, name=DECODING):

@@ -77,11 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _fetched(path: Path, config: ResolvedConfig) -> list[EngineRequest]:
-    """Return what is to be computed first, since other engines had it.
-
-    Raises:
-        RecordError: the file is damaged.
-    """
+    """Return what is to be computed first, since other engines had it. Raises RecordError."""
     if config.cache.tiers is None or not config.cache.tiers.peers:
         return []
     from kvik.engine.replay import fetches
@@ -91,11 +87,8 @@ def _fetched(path: Path, config: ResolvedConfig) -> list[EngineRequest]:
 
 
 def _at(config: ResolvedConfig, model: str | None) -> ResolvedConfig:
-    """Return the configuration with the model at another path.
-
-    Raises:
-        ModelError: it is a different model, or missing.
-    """
+    """Return the configuration with the model at another path. Raises ModelError if it is a
+    different model, or missing."""
     if model is None:
         if not Path(config.runner.model_path).exists():
             where = config.runner.model_path

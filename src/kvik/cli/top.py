@@ -279,11 +279,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def ask(server: RemoteServer) -> Frame:
-    """Return a frame from the server.
-
-    Raises:
-        KvikError: there is no answer, or it is unusable.
-    """
+    """Return a frame from the server; raise KvikError if there is no answer, or it is unusable."""
     try:
         connection = server.connection(TIMEOUT)
         try:
@@ -299,11 +295,7 @@ def ask(server: RemoteServer) -> Frame:
 
 
 def read(status: int, body: bytes) -> Frame:
-    """Return the frame in an answer.
-
-    Raises:
-        KvikError: the answer has no frame.
-    """
+    """Return the frame in an answer; raise KvikError if it has none."""
     try:
         answer = json.loads(body)
     except (ValueError, RecursionError):

@@ -182,11 +182,7 @@ def choose_kernels(
     dtype: str,
     notes: Notes,
 ) -> str:
-    """Choose "native", "triton" or "torch".
-
-    Raises:
-        ConfigError: the requested kernels cannot run.
-    """
+    """Choose "native", "triton" or "torch"; raise ConfigError if the requested ones cannot run."""
     triton = triton_reason(config, hardware, model, device)
     if config.kernels == "triton" and triton is not None:
         allowed = "auto, native or torch" if device == "cpu" else "auto or torch"
@@ -393,11 +389,8 @@ def check_draft(built: Built, dtype: str, kernels: str, quantization: str) -> No
 
 
 def _choose_kv_format(config: EngineConfig, spec: ModelSpec, dtype: str, notes: Notes) -> None:
-    """Note the format of the KV cache.
-
-    Raises:
-        ConfigError: the model has no such layers, or its heads cannot be stored in the format.
-    """
+    """Note the format of the KV cache. Raises ConfigError if the model has no such layers, or its
+    heads cannot be stored in the format."""
     name, skipped = config.kv_cache_dtype, sorted(set(config.kv_cache_dtype_skip_layers))
     for layer in skipped:
         if layer >= spec.num_layers:

@@ -435,11 +435,8 @@ def check_config(config: EngineConfig) -> EngineConfig:
 
 
 def requested_speculation(config: EngineConfig) -> SpeculativeConfig | None:
-    """Return the requested speculative decoding; None if it is off.
-
-    Raises:
-        ConfigError: the request is impossible.
-    """
+    """Return the requested speculative decoding; None if it is off. Raises ConfigError if the
+    request is impossible."""
     return merge_speculation(
         config.speculative_config, config.spec_method, config.spec_model, config.spec_tokens
     )

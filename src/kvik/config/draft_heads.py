@@ -199,11 +199,7 @@ def _assistant_spec(folder: Path) -> ModelSpec:
 
 def _reading(spec: ModelSpec, model: ModelSpec) -> tuple[LayerSpec, ...]:
     """Return the layers of an assistant, each of which reads the keys and values of the model's
-    last layer of its kind that has its own.
-
-    Raises:
-        ModelError: the model has other sizes.
-    """
+    last layer of its kind that has its own. Raises ModelError if the model has other sizes."""
     if not model.architecture.startswith(GEMMA4):
         raise ModelError("model", f"must be a Gemma 4, not {model.architecture}")
     for name, ours, theirs in (
@@ -263,10 +259,7 @@ def heads_for(folder: Path, kind: str, hidden_size: int, vocab_size: int) -> Hea
 
 def shipped_heads(kind: str, model: Path) -> Path:
     """Return the folder of the heads that come with a model, next to its own: "model-medusa".
-
-    Raises:
-        ConfigError: there are none.
-    """
+    Raises ConfigError if there are none."""
     folder = model.with_name(f"{model.name}-{kind}")
     if not (folder / CONFIG).is_file():
         raise ConfigError("spec_model", f"must name the {kind} heads: the model comes without any")

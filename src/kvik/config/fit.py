@@ -159,11 +159,8 @@ class Fit:
         return size
 
     def _check_encoder(self) -> None:
-        """Check the options of a model whose steps compute whole prompts.
-
-        Raises:
-            ConfigError: an option is impossible.
-        """
+        """Raise ConfigError if an option is impossible for a model whose steps compute whole
+        prompts."""
         config = self.config
         length, tokens = config.max_model_len, config.max_num_batched_tokens
         if length is not None and tokens is not None and tokens < length:
@@ -468,11 +465,8 @@ def with_draft_rows(options: SpeculativeConfig | None, size: StepSize, device: s
 def with_drafter(
     footprint: Footprint, options: SpeculativeConfig | None, source: DraftSource
 ) -> Footprint:
-    """Return the engine's memory with its draft model or heads.
-
-    Raises:
-        ConfigError: the draft model cannot run with the target.
-    """
+    """Return the engine's memory with its draft model or heads. Raises ConfigError if the draft
+    model cannot run with the target."""
     if options is not None and source.heads is not None:
         heads = HeadsFootprint(source.heads, footprint.dtype, draft_tokens(options))
         return replace(footprint, heads=heads)

@@ -235,11 +235,8 @@ def cpu_quota(root: Path = Path("/")) -> tuple[float, Path | None]:
 
 
 def used_cpu_time(file: Path) -> float:
-    """Return the seconds of CPU time that all processes of a cgroup have used.
-
-    Raises:
-        OSError: the cgroup is gone.
-    """
+    """Return the seconds of CPU time that all processes of a cgroup have used. Raises OSError if it
+    is gone."""
     text = file.read_text()
     if file.name == "cpu.stat":
         return int(text.removeprefix("usage_usec").split(maxsplit=1)[0]) * 1e-6
@@ -331,11 +328,8 @@ def load_thresholds(gpu: str, path: Path) -> Thresholds:
 
 
 def save_thresholds(gpu: str, measured: Thresholds, path: Path) -> None:
-    """Save the thresholds of a GPU, keeping those of others.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Save the thresholds of a GPU, keeping those of others. Raises ConfigError if the file cannot
+    be written."""
     try:
         stored = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -86,11 +86,7 @@ def fingerprint_of(spec: ModelSpec) -> str:
 
 
 def check_model(spec: ModelSpec, field: str = FIELD) -> None:
-    """Check that the model supports budgets.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Raise ConfigError if the model does not support budgets."""
     for wrong, reason in (
         (spec.encoder, "is an encoder, which keeps nothing"),
         (spec.fallback is not None, "runs through transformers, which has a cache of its own"),
@@ -183,11 +179,7 @@ def _filled(
 
 
 def save_budgets(budgets: KVBudgets, path: Path) -> None:
-    """Write the file.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the file; raise OSError if that fails."""
     text = json.dumps({"kv_budget": VERSION, **asdict(budgets)}, indent=1)
     write_whole(path, (text + "\n").encode())
 

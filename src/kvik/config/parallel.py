@@ -27,11 +27,8 @@ REPLICAS = "data_parallel_size"
 def check_group(
     config: EngineConfig, spec: ModelSpec, compute: Compute, hardware: Hardware
 ) -> None:
-    """Check that each process of a group has something to compute, and can.
-
-    Raises:
-        ConfigError: they cannot; the message names the obstacle.
-    """
+    """Raise ConfigError, which names the obstacle, if a process of a group could not compute, or
+    would have nothing to compute."""
     ranks, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     option = STAGES if stages > 1 else OPTION
     if config.distributed_executor_backend == "ray" and stages == 1:
@@ -310,11 +307,7 @@ def _some(counts: list[int]) -> str:
 
 
 def check_replicas(config: EngineConfig, compute: Compute, hardware: Hardware) -> None:
-    """Check that there are enough threads or GPUs for all engines.
-
-    Raises:
-        ConfigError: there are too few threads or GPUs.
-    """
+    """Raise ConfigError if there are too few threads or GPUs for all engines."""
     replicas, ranks = config.data_parallel_size, config.tensor_parallel_size
     each = ranks * config.pipeline_parallel_size
     if replicas == 1:

@@ -218,11 +218,8 @@ def resolve(
 def _with_options(
     config: EngineConfig, spec: ModelSpec, budgets: KVBudgets | None, notes: Notes
 ) -> tuple[EngineConfig, ModelSpec]:
-    """Return the options adapted to the model, and the model as the options change it.
-
-    Raises:
-        ConfigError: the model does not support the change.
-    """
+    """Return the options adapted to the model, and the model as the options change it. Raises
+    ConfigError if the model does not support the change."""
     if spec.fallback is not None:
         config = _of_fallback(config, spec, notes)
     elif config.fallback != "none":
@@ -246,10 +243,7 @@ def _of_fullest(limit: Limit, config: EngineConfig, compute: Compute, hardware: 
 
 def as_drafting(options: SpeculativeConfig, spec: ModelSpec, source: DraftSource) -> ModelSpec:
     """Return the model with room for drafts in its states, and with its own head if that drafts.
-
-    Raises:
-        ConfigError: the model does not support this method.
-    """
+    Raises ConfigError if the model does not support this method."""
     if options.method in DIVIDED_METHODS:
         _check_divided(options.method, spec)
     if options.method == MTP:
@@ -265,11 +259,8 @@ def as_drafting(options: SpeculativeConfig, spec: ModelSpec, source: DraftSource
 
 
 def _check_divided(method: str, spec: ModelSpec) -> None:
-    """Check what methods need that read hidden states or keys of all tokens.
-
-    Raises:
-        ConfigError: the engine does not have it.
-    """
+    """Raise ConfigError if the engine lacks what methods need that read hidden states or keys of
+    all tokens."""
     if any(layer.budget for layer in spec.layers):
         reason = (
             f"must be another one than {method}: it reads all keys, of which kv_budget drops some"
@@ -278,11 +269,7 @@ def _check_divided(method: str, spec: ModelSpec) -> None:
 
 
 def _predicting(spec: ModelSpec) -> ModelSpec:
-    """Return the model with its head for multi-token prediction.
-
-    Raises:
-        ConfigError: it has none.
-    """
+    """Return the model with its head for multi-token prediction; raise ConfigError without one."""
     if spec.family.predictor is None:
         reason = f"kvik knows no head of {spec.architecture} that predicts further tokens"
         raise ConfigError("spec_method", f"must be another one than {MTP}: {reason}")
@@ -299,11 +286,8 @@ def _threads_reason(config: EngineConfig, hardware: Hardware) -> str:
 
 
 def _of_encoder(config: EngineConfig, spec: ModelSpec, drafts: bool) -> EngineConfig:
-    """Return the options of an encoder, which keeps no keys and values.
-
-    Raises:
-        ConfigError: an option is only for models that generate text.
-    """
+    """Return the options of an encoder, which keeps no keys and values. Raises ConfigError for an
+    option of models that generate text."""
     kind = f"{spec.architecture} is an encoder"
     if drafts:
         raise ConfigError("spec_method", f"must be left out: {kind}, which writes no text")
@@ -346,11 +330,8 @@ def _check_adapted(config: EngineConfig, spec: ModelSpec) -> None:
 
 
 def _of_fallback(config: EngineConfig, spec: ModelSpec, notes: Notes) -> EngineConfig:
-    """Return the options of a model that runs through transformers.
-
-    Raises:
-        ConfigError: an option is only for models that kvik runs itself.
-    """
+    """Return the options of a model that runs through transformers. Raises ConfigError for an
+    option of models that kvik runs itself."""
     reason = f"{spec.architecture} runs through transformers"
     for name, only in FALLBACK_ALONE.items():
         if getattr(config, name) != only:
@@ -387,11 +368,8 @@ def as_stored(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
 
 
 def as_streamed(config: EngineConfig, spec: ModelSpec, notes: Notes) -> ModelSpec:
-    """Return the model with the requested window in every layer.
-
-    Raises:
-        ConfigError: the model does not support it.
-    """
+    """Return the model with the requested window in every layer. Raises ConfigError if the model
+    does not support it."""
     if config.window is None:
         return spec
     name = spec.architecture
@@ -426,11 +404,8 @@ def as_streamed(config: EngineConfig, spec: ModelSpec, notes: Notes) -> ModelSpe
 
 
 def as_budgeted(spec: ModelSpec, budgets: KVBudgets | None, notes: Notes) -> ModelSpec:
-    """Return the model with the budgets of a file in its layers.
-
-    Raises:
-        ConfigError: its layers do not support budgets.
-    """
+    """Return the model with the budgets of a file in its layers. Raises ConfigError if they do not
+    support budgets."""
     if budgets is None:
         return spec
     check_model(spec)
@@ -448,11 +423,7 @@ def as_budgeted(spec: ModelSpec, budgets: KVBudgets | None, notes: Notes) -> Mod
 def check_tiers(
     config: EngineConfig, spec: ModelSpec, compute: Compute, *, moves: bool = False
 ) -> TierOptions | None:
-    """Return the tiers of an engine.
-
-    Raises:
-        ConfigError: it does not support tiers.
-    """
+    """Return the tiers of an engine; raise ConfigError if it does not support them."""
     if config.kv_tiers is None and config.role == "both":
         return None
     tiers = TierOptions() if config.kv_tiers is None else read_tiers(config.kv_tiers)
@@ -491,11 +462,8 @@ def check_tiers(
 def less_memory_tier(
     limit: Limit, tiers: TierOptions | None, compute: Compute, hardware: Hardware, replicas: int
 ) -> Limit:
-    """Return the limit minus the memory tier, unless the model is in other memory, of a GPU.
-
-    Raises:
-        CapacityError: the tier leaves no memory.
-    """
+    """Return the limit minus the memory tier, unless the model is in other memory, of a GPU. Raises
+    CapacityError if the tier leaves no memory."""
     if tiers is None or not tiers.memory:
         return limit
     size, host = show_bytes(tiers.memory), limit

@@ -155,11 +155,7 @@ class ServerConfig:
 
 
 def check_server_config(config: ServerConfig) -> None:
-    """Check every option.
-
-    Raises:
-        ConfigError: one is out of range, or contradicts another.
-    """
+    """Raise ConfigError if an option is out of range, or contradicts another."""
     normalised(config, ConfigError)
     if config.admin_port and config.admin_port == config.port:
         raise ConfigError("admin_port", "must differ from port")

@@ -124,11 +124,7 @@ class EngineClient:
         self._sinks.append(sink)
 
     async def ready(self) -> None:
-        """Wait until an engine takes requests.
-
-        Raises:
-            UnavailableError: none ever will.
-        """
+        """Wait until an engine takes requests; raise UnavailableError if none ever will."""
         while (state := self.state) is not EngineState.READY:
             if state in LAST_STATES:
                 raise UnavailableError("engine", self.reason)

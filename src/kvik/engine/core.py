@@ -101,11 +101,7 @@ def check_new_adapter(config: ResolvedConfig, name: str) -> None:
 
 
 def without_adapter(config: ResolvedConfig, name: str) -> tuple[Adapter, ...]:
-    """Return the engine's adapters except one.
-
-    Raises:
-        ParamError: the engine does not have it.
-    """
+    """Return the engine's adapters except one; raise ParamError if the engine does not have it."""
     adapter = _adapter_of(config, name, "name")
     return tuple(other for other in config.runner.adapters if other is not adapter)
 

@@ -275,11 +275,8 @@ class SendBuffer:
         return len(self._pending)
 
     def send(self, sock: socket.socket, data: bytes) -> None:
-        """Send as much of a frame as the socket accepts, and keep the rest.
-
-        Raises:
-            OSError: the connection is closed.
-        """
+        """Send as much of a frame as the socket accepts, and keep the rest. Raises OSError if the
+        connection is closed."""
         if not self._pending:
             sent = _send(sock, data)
             if sent == len(data):

@@ -102,11 +102,7 @@ def entropy_of(
 def _windows(
     texts: Sequence[str], tokenizer: Tokenizer, window: int, tokens: int
 ) -> Iterator[tuple[int, ...]]:
-    """Yield windows of at most `tokens` tokens together.
-
-    Raises:
-        ConfigError: none has two tokens.
-    """
+    """Yield windows of at most `tokens` tokens in all; raise ConfigError if none has two tokens."""
     prefix, budget = prompt_prefix(tokenizer), tokens
     for text in texts:
         for span in cut(tokenizer.encode(text, add_special_tokens=False), prefix, window, window):

@@ -252,11 +252,7 @@ def check_same(reading: Reading, resolved: ResolvedConfig, texts: Sequence[str])
 def read(
     reading: Reading, model: Reader, reference: Reader | None, progress: Progress | None = None
 ) -> Quality:
-    """Read the texts with loaded models.
-
-    Raises:
-        ModelError: a model's logits are NaN.
-    """
+    """Read the texts with loaded models; raise ModelError if a model's logits are NaN."""
     readers = [model] if reference is None else [model, reference]
     total = reading.num_scored
     token_losses = np.empty(total, np.float32)

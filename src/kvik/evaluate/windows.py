@@ -127,11 +127,7 @@ def loaded_reader(resolved: ResolvedConfig) -> Iterator[Reader]:
 
 
 def check_context(resolved: ResolvedConfig, reference: ResolvedConfig) -> None:
-    """Check that two models fit one device together.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Raise ConfigError if two models do not fit one device together."""
     if resolved.runner.device != reference.runner.device:
         return
     needed = resolved.memory.total + reference.memory.total

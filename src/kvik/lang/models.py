@@ -192,11 +192,7 @@ def _error(error: Mapping[str, Any], status: int) -> Exception:
 
 
 def model_of(model: LLM | str) -> ProgramModel:
-    """Return the `ProgramModel` of an `LLM` or a URL.
-
-    Raises:
-        ParamError: it is neither.
-    """
+    """Return the `ProgramModel` of an `LLM` or a URL; raise ParamError for anything else."""
     if isinstance(model, str):
         return RemoteModel(model)
     if isinstance(model, LLM):

@@ -241,11 +241,7 @@ def calibration_path() -> Path:
 
 
 def save(calibration: Calibration, path: Path) -> None:
-    """Write a calibration atomically.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write a calibration atomically; raise ConfigError if the file cannot be written."""
     text = msgspec.json.format(msgspec.json.encode(calibration), indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

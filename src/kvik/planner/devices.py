@@ -79,11 +79,8 @@ class Device:
         return ""
 
     def unit(self, arithmetic: str) -> str:
-        """Return the arithmetic that the device uses: the requested one, or its replacement.
-
-        Raises:
-            ConfigError: the device's speed is unknown.
-        """
+        """Return the arithmetic that the device uses: the requested one, or its replacement. Raises
+        ConfigError if the device's speed is unknown."""
         for name in (arithmetic, *STAND_INS.get(arithmetic, ())):
             if name in self.rates:
                 return name
@@ -110,10 +107,7 @@ class Device:
 
     def read_rate(self, working_set: float) -> float:
         """Return the bytes read per second if each step reads the same `working_set` bytes. For a
-        measured machine, caches are included.
-
-        Raises:
-            ConfigError: the device's speed is unknown.
+        measured machine, caches are included. Raises ConfigError if the device's speed is unknown.
         """
         if self.bandwidth is None:
             raise ConfigError("hardware", f"{self.name}: {self.unknown or NOT_CALIBRATED}")
@@ -250,11 +244,7 @@ def this_device(hardware: Hardware, calibration_file: Path) -> Device:
 
 
 def cpu_device(calibration: Calibration, machine: Machine, memory: int) -> Device:
-    """Return a measured CPU.
-
-    Raises:
-        ConfigError: it was measured on another machine.
-    """
+    """Return a measured CPU; raise ConfigError if it was measured on another machine."""
     reason = stale(calibration, machine)
     if reason:
         raise ConfigError("calibration", reason)

@@ -338,11 +338,8 @@ def _computing(shape: ModelShape, at: Setting) -> tuple[EngineConfig, ModelSpec,
 def _stage_ends(
     at: Setting, config: EngineConfig, spec: ModelSpec, hardware: Hardware, compute: Compute
 ) -> tuple[int, ...]:
-    """Return the engine's decision on the layers of each stage on a CPU.
-
-    Raises:
-        ConfigError: the engine would refuse this division.
-    """
+    """Return the engine's decision on the layers of each stage on a CPU. Raises ConfigError if the
+    engine would refuse this division."""
     full_config = replace(config, max_model_len=at.context)
     try:
         if at.hardware is not None:

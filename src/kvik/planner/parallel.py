@@ -80,11 +80,7 @@ def share(shape: ModelShape, tp: int, pp: int, weight_format: str = "") -> Model
 
 @lru_cache(maxsize=32)  # each step of a load needs them
 def shares(shape: ModelShape, tp: int, pp: int, weight_format: str) -> tuple[ModelShape, ...]:
-    """Return the part on one device of each stage; see `share`.
-
-    Raises:
-        ConfigError: the model cannot be cut so.
-    """
+    """Return the part on one device of each stage. Raises ConfigError as `share`."""
     check_parallel(shape, tp, pp)
     if tp == pp == 1:
         return (shape,)

@@ -336,11 +336,8 @@ def _decode(shape: ModelShape, at: Setting, batch: int, memory: Memory) -> Decod
 
 
 def cost_of(at: Setting, question: Question, rates: TokenRates | None) -> Cost | None:
-    """Return the cost of requests; None: no price, or neither a rate nor a roofline.
-
-    Raises:
-        ConfigError: a measured rate without a price.
-    """
+    """Return the cost of requests; None: no price, or neither a rate nor a roofline. Raises
+    ConfigError for a measured rate without a price."""
     price = at.device.price if question.price is None else question.price
     if price is None and question.tokens_per_second is not None:
         raise ConfigError("tokens_per_second", "needs --price")

@@ -403,10 +403,7 @@ def _part(name: str, reading: float, computing: float, expected: float) -> StepP
 def _messages(shape: ModelShape, at: Setting, step: PlannedStep) -> list[StepPart]:
     """Return the communication of a step. GPUs have two ring all-reduces per layer and one message
     between stages, timed by their bytes. CPU processes have exchanges and hops, timed by the
-    calibration.
-
-    Raises:
-        ConfigError: the device has no link.
+    calibration. Raises ConfigError if the device has no link.
     """
     tp, pp, device = at.tp, at.pp, at.device
     if tp == pp == 1:

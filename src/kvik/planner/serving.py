@@ -76,11 +76,8 @@ def parse_slo(text: str) -> Slo:
 
 
 def parse_seconds(field: str, text: str) -> float:
-    """Parse a time such as "300ms", "5s" or "2m" into seconds.
-
-    Raises:
-        ParamError: anything else, including zero and infinity.
-    """
+    """Parse a time such as "300ms", "5s" or "2m" into seconds. Raises ParamError for anything else,
+    including zero and infinity."""
     units = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
     number = text.rstrip("smh")
     try:

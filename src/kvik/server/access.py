@@ -190,11 +190,7 @@ class Hosts:
             self._names |= {_plain(host), _plain(socket.gethostname())}
 
     def check(self, headers: Headers, http_version: str) -> None:
-        """Refuse an invalid Host, or one that is not a name of the server.
-
-        Raises:
-            HttpError: 400 or 403.
-        """
+        """Refuse an invalid Host, or one that is not a name of the server: HttpError 400 or 403."""
         hosts = headers.getlist("host")
         if not hosts and http_version == "1.0":
             return  # not a browser
@@ -259,11 +255,7 @@ class Origins:
         }
 
     def check(self, headers: Headers) -> None:
-        """Refuse a page of another origin.
-
-        Raises:
-            HttpError: 403.
-        """
+        """Refuse a page of another origin: HttpError 403."""
         origin = headers.get("origin")
         if origin is None or self._is_listed(origin):
             return

@@ -78,11 +78,7 @@ class Admission:
             )
 
     def check_deadline(self, tenant: str, deadline: float) -> None:
-        """Refuse a deadline that the first token would miss, at the measured rate.
-
-        Raises:
-            OverloadError: the first token would be too late.
-        """
+        """Raise OverloadError if the first token would miss a deadline, at the measured rate."""
         mine = self._tenants.get(tenant, _QueueSize())
         active = len(self._tenants) + (tenant not in self._tenants)  # served alternately
         ahead = self._start_rate.estimate(

@@ -706,11 +706,8 @@ class _Passing:
     async def _answer(
         self, choice: ReplicaChoice, headers: list[tuple[bytes, bytes]]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send the request to a server and provide its answer.
-
-        Raises:
-            UpstreamError: there is none, or it breaks off.
-        """
+        """Send the request to a server and provide its answer. Raises UpstreamError if there is
+        none, or it breaks off."""
         import aiohttp
 
         pairs = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in headers]
@@ -727,11 +724,8 @@ class _Passing:
             raise UpstreamError(error, closed=closed, sent=sent) from None
 
     async def _unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of work that is cancelled if the client disconnects.
-
-        Raises:
-            ClientDisconnect: the client is gone.
-        """
+        """Return the result of work. If the client disconnects, cancel it and raise
+        ClientDisconnect."""
         passing = asyncio.ensure_future(work)
         gone = asyncio.ensure_future(until_gone(self._receive))
         try:

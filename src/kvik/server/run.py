@@ -92,11 +92,8 @@ def bind_unix(path: str) -> Iterator[socket.socket]:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove a stale socket file. Binding fails later if another server still uses it.
-
-    Raises:
-        OSError: the file is not a socket.
-    """
+    """Remove a stale socket file; raise OSError if the file is not a socket. Binding fails later if
+    another server still uses it."""
     if not os.path.lexists(path):
         return
     if not stat.S_ISSOCK(os.lstat(path).st_mode):

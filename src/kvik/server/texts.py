@@ -94,11 +94,8 @@ class TextQuota:
 
     @contextmanager
     def reserve(self, tenant: str, num_chars: int) -> Iterator[None]:
-        """Count characters as waiting until the block ends.
-
-        Raises:
-            OverloadError: too many are waiting already, of this tenant or in total.
-        """
+        """Count characters as waiting until the block ends. Raises OverloadError if too many are
+        waiting already, of this tenant or in total."""
         of_tenant, of_all = self._reserved.get(tenant, 0), sum(self._reserved.values())
         if of_tenant and of_tenant + num_chars > MAX_TENANT_CHARS:
             raise OverloadError("queue", "too much of your text waits", 1.0, of_caller=True)

@@ -223,11 +223,7 @@ _ATTRIBUTES = re.compile(r"\[[^\]\n]*\b(max_tokens|temperature|stop|suffix)\s*="
 
 
 def library() -> Any:
-    """Import llguidance.
-
-    Raises:
-        ParamError: it is not installed.
-    """
+    """Import llguidance; raise ParamError if it is not installed."""
     try:
         return importlib.import_module("llguidance")
     except ImportError:

@@ -133,11 +133,7 @@ def truncation(requested: int | None, context: int, num_output: int = 0) -> int 
 
 
 def check_dimensions(pooling: PoolingSpec | None, hidden: int, dimensions: int | None) -> None:
-    """Check the requested length of vectors.
-
-    Raises:
-        ParamError: vectors of the model cannot be cut to that length.
-    """
+    """Raise ParamError if vectors of the model cannot be cut to the requested length."""
     spec = pooling or PoolingSpec("")
     if dimensions is not None and not spec.can_cut(dimensions, hidden):
         raise ParamError("dimensions", f"must be {spec.allowed(hidden)}, not {dimensions}")
@@ -149,11 +145,7 @@ def default_pooling(pooling: PoolingSpec | None) -> str:
 
 
 def scoring(pooling: PoolingSpec | None) -> PoolingSpec:
-    """Return the pooling of a model that scores pairs of texts.
-
-    Raises:
-        ParamError: the model is not a reranker.
-    """
+    """Return the pooling of a reranker, which scores pairs; raise ParamError for other models."""
     if pooling is None or not pooling.scores:
         raise ParamError("model", "gives no scores: it is not a reranker")
     return pooling

@@ -199,11 +199,7 @@ class Tokenizer:
 
 
 def check_unicode(text: str) -> None:
-    """Check that a prompt is a string that UTF-8 can hold.
-
-    Raises:
-        ParamError: it is no string, or has half a surrogate pair.
-    """
+    """Raise ParamError if a prompt is no string, or UTF-8 cannot hold it: half a surrogate pair."""
     if not isinstance(text, str):
         raise ParamError("prompt", f"must be a string, not {type(text).__name__}")
     try:

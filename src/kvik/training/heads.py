@@ -186,11 +186,8 @@ class TrainedHeads:
 
 
 def windows_of(texts: Sequence[str], tokenizer: Tokenizer, window: int) -> list[ScoredWindow]:
-    """Return windows that cover some texts, each text from its beginning.
-
-    Raises:
-        ConfigError: a window has no room for text.
-    """
+    """Return windows that cover some texts, each text from its beginning. Raises ConfigError if a
+    window has no room for text."""
     prefix = prompt_prefix(tokenizer)
     if window < len(prefix) + 2:
         raise ConfigError("window", f"must be {len(prefix) + 2} or more, not {window}")
@@ -245,11 +242,7 @@ def _writing() -> Iterator[None]:
 
 
 def check_place(out: Path) -> None:
-    """Check that `out` can be written, and is new or a folder of heads.
-
-    Raises:
-        ConfigError: it cannot be written, or holds something else.
-    """
+    """Raise ConfigError if `out` cannot be written, or is neither new nor a folder of heads."""
     if out.exists() and not (out.is_dir() and _is_ours(out)):
         raise ConfigError("output", f"{out} exists and is not a folder of draft heads")
     if not can_write(out / CONFIG, parents=True):

@@ -63,11 +63,7 @@ class WindowStates:
 
 
 def check_windows(windows: Sequence[ScoredWindow], depth: int) -> None:
-    """Check that there are enough windows for training and measuring.
-
-    Raises:
-        ConfigError: there are too few, or they are too short.
-    """
+    """Raise ConfigError if windows are too few or too short for training and measuring."""
     if len(windows) < HELD_OUT:
         raise ConfigError(
             "data",

@@ -74,11 +74,7 @@ class Requests:
 
 
 def fixed(prompt_tokens: int, output_tokens: int) -> Lengths:
-    """Return the same lengths for all requests.
-
-    Raises:
-        ParamError: a length is below 1.
-    """
+    """Return the same lengths for all requests; raise ParamError if one is below 1."""
     for field, count in (("prompt_tokens", prompt_tokens), ("output_tokens", output_tokens)):
         if count < 1:
             raise ParamError(field, f"must be at least 1, not {count}")

@@ -350,11 +350,7 @@ def _pins(body: TreatmentFields, num_tokens: int) -> tuple[Pin, ...]:
 
 
 def check_output_fits(server: Server, num_prompt: int, num_output: int | None, name: str) -> None:
-    """Refuse a request whose output does not fit after the prompt; the engine would shorten it.
-
-    Raises:
-        ParamError: the output does not fit, though the prompt does.
-    """
+    """Raise ParamError if the prompt fits and the output does not; the engine would shorten it."""
     limit = server.max_model_len
     if num_output is not None and num_prompt < limit < num_prompt + num_output:
         raise ParamError(
