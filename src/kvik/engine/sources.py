@@ -293,8 +293,7 @@ class Supervisor:
 
     async def _watch(self, link: EngineLink) -> str:
         """Wait until the engine is lost, its heartbeat stops, or it has made no progress for too
-        long. Returns the message for the latter cases, or "".
-        """
+        long. Returns the message for the latter cases, or ""."""
         policy, clock = self._policy, asyncio.get_running_loop().time
         # Only native kernels are sure to beat: without them there may be no heartbeat at all.
         heartbeats = HeartbeatWatch(begins=self._start.config.runner.kernels == "native")

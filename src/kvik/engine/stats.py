@@ -20,8 +20,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class LoopTime:
     """How the step loop spent its time, in seconds since it was made; each second counts once, even
-    with several steps in flight.
-    """
+    with several steps in flight."""
 
     executor: float = 0.0  # the loop waited for the executor: to take a step, or for its result
     # It planned and processed results, or its caller worked between steps, e.g. on text.

@@ -127,8 +127,7 @@ def _gpu(
     """Args:
     terabytes: per second, from memory.
     teras: 10^12 operations per second.
-    gigabytes: per second, to other devices in one direction.
-    """
+    gigabytes: per second, to other devices in one direction."""
     rates = {arithmetic: rate * 1e12 for arithmetic, rate in teras.items()}
     memory = mebibytes * MIB
     return Device(name, "cuda", memory, terabytes * 1e12, rates, gigabytes * 1e9, source=source)

@@ -55,8 +55,7 @@ class PartMemory:
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Bytes on the fullest device, or of all processes together on a CPU. Of stages on GPUs, the
-    largest weights and the largest cache count.
-    """
+    largest weights and the largest cache count."""
 
     limit: int  # bytes that the engine may use
     weights: int  # of the model and its drafter
@@ -89,8 +88,7 @@ class Memory:
 @dataclass(frozen=True, slots=True)
 class KVWaste:
     """Unused parts of the KV cache: with blocks, and with a contiguous reservation for the longest
-    possible request. Bytes are those on the fullest device.
-    """
+    possible request. Bytes are those on the fullest device."""
 
     block_size: int  # tokens of a block
     paged: int  # unused bytes in the last blocks of the batch, on average half a block per request

@@ -321,8 +321,7 @@ class _Work:
 
     def _products(self, name: str, matrices: list[MatrixGroup], rows: int, item: int) -> StepPart:
         """Args:
-        item: bytes per output that are written to memory; 0: outputs stay in the cache.
-        """
+        item: bytes per output that are written to memory; 0: outputs stay in the cache."""
         at, rate = self.at, self.read_rate
         num_bytes = flops = expected = 0.0
         for matrix in matrices:
@@ -403,8 +402,7 @@ def _part(name: str, reading: float, computing: float, expected: float) -> StepP
 def _messages(shape: ModelShape, at: Setting, step: PlannedStep) -> list[StepPart]:
     """Return the communication of a step. GPUs have two ring all-reduces per layer and one message
     between stages, timed by their bytes. CPU processes have exchanges and hops, timed by the
-    calibration. Raises ConfigError if the device has no link.
-    """
+    calibration. Raises ConfigError if the device has no link."""
     tp, pp, device = at.tp, at.pp, at.device
     if tp == pp == 1:
         return []

@@ -126,8 +126,7 @@ def _possible(shape: ModelShape, settings: Iterable[Setting]) -> Iterator[tuple[
 @dataclass(frozen=True, slots=True)
 class MatrixRow:
     """The attention of one prompt with the score matrix and in tiles (FlashAttention, arXiv
-    2205.14135).
-    """
+    2205.14135)."""
 
     prompt: int
     matrix: int  # bytes of the scores of all heads of a layer, in the dtype of computation
@@ -168,8 +167,7 @@ PARTIAL_BYTES = 4  # per number of a partial result
 @dataclass(frozen=True, slots=True)
 class ContextRow:
     """Context parallelism: the tokens of every request are divided among GPUs that all have the
-    weights. kvik does not run it.
-    """
+    weights. kvik does not run it."""
 
     parts: int  # of the tokens; 1: the plan itself
     kv_cache: int  # bytes per GPU, of all requests at their full context

@@ -50,8 +50,7 @@ from kvik.text.tool_grammar import ToolMode
 class MessageRequest(CountRequest, kw_only=True):
     """A conversation to answer. The answer continues an assistant's message at its end. If
     `max_tokens` exceeds the context, the answer ends with the context. With 0 there is no answer:
-    the prompt is computed for the cache.
-    """
+    the prompt is computed for the cache."""
 
     max_tokens: Count
     stream: bool | None = None

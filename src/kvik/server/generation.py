@@ -117,8 +117,7 @@ _FAILED = {
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One prompt to generate from, in the same form for every API. The body was checked at
-    decoding.
-    """
+    decoding."""
 
     prompt_token_ids: Sequence[int]
     params: SamplingParams
@@ -255,8 +254,7 @@ async def wait_for_change(generation: Generation) -> None:
 
 class Generations:
     """All generations of a server. `take` receives the engine client's output. Times are of
-    `time.monotonic`, the engine's clock, which all processes of a machine share.
-    """
+    `time.monotonic`, the engine's clock, which all processes of a machine share."""
 
     def __init__(
         self,

@@ -305,8 +305,7 @@ class Connection(HttpToolsProtocol):
 
     def _linger(self) -> None:
         """Close after the client had time to read the response. Closing at once with unread input
-        would reset the connection and lose the response.
-        """
+        would reset the connection and lose the response."""
         self._lingering = True
         self.flow.resume_reading()
         if self.transport.can_write_eof():

@@ -179,8 +179,7 @@ MAX_IGNORED = 16  # fields that are reported
 @dataclass(frozen=True, slots=True)
 class Endpoint(Route):
     """A route of any server: its handler takes the server, the request and, if there is one, the
-    decoded body.
-    """
+    decoded body."""
 
     handler: Callable[..., Awaitable[Response]]
     unhonoured: Table = field(default_factory=dict)  # see `read_body`

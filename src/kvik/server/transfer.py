@@ -74,8 +74,7 @@ class Transfer:
 
 class MovedOutput(msgspec.Struct, frozen=True, array_like=True):
     """One of the n outputs of a request that another server continues. Times are relative to
-    the moment of the handover.
-    """
+    the moment of the handover."""
 
     state: Handover  # its tokens and counts; of one that has ended, without seed and pages
     num_sent: int  # number of tokens that the client has, plus one if it also has the end

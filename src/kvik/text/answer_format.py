@@ -195,8 +195,7 @@ class Probe:
     def result(self) -> tuple[Dialect | None, bool]:
         """Return the dialect, and whether the template expects arguments as text. None: the
         template writes no calls, or in an unknown format. If it renders no earlier calls, the
-        markers decide.
-        """
+        markers decide."""
         candidates = [*([] if self._marked is None else [self._marked]), *DIALECTS]
         for text_arguments in (False, True):
             for dialect in candidates:

@@ -20,8 +20,7 @@ MAX_REQUESTS = 1_000_000
 @dataclass(frozen=True, slots=True)
 class Requests:
     """Requests of a load. Rounds have the same lengths and different prompts, so that the prefix
-    cache has none from earlier rounds.
-    """
+    cache has none from earlier rounds."""
 
     count: int
     lengths: Lengths

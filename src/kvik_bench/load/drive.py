@@ -166,8 +166,7 @@ class Level:
 @dataclass(frozen=True, slots=True)
 class LoadTest:
     """What to send and when. Each level and repeat has a different seed, so that the prefix cache
-    has none of its prompts.
-    """
+    has none of its prompts."""
 
     levels: tuple[Level, ...]
     workload: Callable[[str], LoadWorkload]  # for a seed
