@@ -124,10 +124,8 @@ def _gpu(
     gigabytes: float,
     source: str,
 ) -> Device:
-    """Args:
-    terabytes: per second, from memory.
-    teras: 10^12 operations per second.
-    gigabytes: per second, to other devices in one direction."""
+    """Return a GPU that reads `terabytes` per second from memory, does `teras` of 10^12 operations
+    per second, and sends `gigabytes` per second to other devices in one direction."""
     rates = {arithmetic: rate * 1e12 for arithmetic, rate in teras.items()}
     memory = mebibytes * MIB
     return Device(name, "cuda", memory, terabytes * 1e12, rates, gigabytes * 1e9, source=source)

@@ -310,9 +310,8 @@ def _batches(at: Setting, memory: Memory) -> list[int]:
 
 
 def _prefill(shape: ModelShape, at: Setting, tokens: int, chunk: int) -> PrefillSpeed:
-    """Args:
-    chunk: tokens per step; the stages of a pipeline compute different chunks of a prompt at once.
-    """
+    """Predict a prompt in steps of `chunk` tokens; stages of a pipeline compute different chunks at
+    once."""
     chunks = -(-tokens // chunk)
     time = step_time(shape, replace(at, batch=chunks), prefill(tokens))
     part = (chunks + at.pp - 1) / (chunks * at.pp)

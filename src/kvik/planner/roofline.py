@@ -320,8 +320,7 @@ class _Work:
         return [run for run in self.step.runs if (run[1] == 1 or drafts) == decoding]
 
     def _products(self, name: str, matrices: list[MatrixGroup], rows: int, item: int) -> StepPart:
-        """Args:
-        item: bytes per output that are written to memory; 0: outputs stay in the cache."""
+        """Return the products; each output writes `item` bytes to memory. 0: to a cache."""
         at, rate = self.at, self.read_rate
         num_bytes = flops = expected = 0.0
         for matrix in matrices:
