@@ -4,7 +4,6 @@ gain."""
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict
@@ -12,7 +11,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from kvik.cli.flags import Parser, add_model, add_option_flags, given_options
-from kvik.cli.terminal import say, say_report
+from kvik.cli.terminal import say_answer
 from kvik.config.units import show_bytes
 from kvik.planner.advice.advise import Advice, AdviceReport, advise
 from kvik.planner.advice.reasons import Figures, Goal, most_served
@@ -39,10 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     report = advise(Goal(**given_options(Goal, arguments)))
-    if arguments.json:
-        say(json.dumps(as_json(report)))
-    else:
-        say_report(as_text(report))
+    say_answer(as_json(report), as_text(report), as_json=arguments.json)
     return 0
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvik.cli.flags import Parser, add_engine_flags, add_model, engine_options
-from kvik.cli.terminal import say, say_report
+from kvik.cli.terminal import say_answer
 from kvik.config.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -104,10 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
             reference=reference_of(arguments, options),
             progress=progress,
         )
-    if arguments.json:
-        say(json.dumps(_as_json(quality, arguments)))
-    else:
-        say_report(_as_text(quality, arguments))
+    say_answer(_as_json(quality, arguments), _as_text(quality, arguments), as_json=arguments.json)
     return 0
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from kvik.cli.flags import Parser, add_engine_flags, add_model, engine_options
 from kvik.cli.report import kv_format
-from kvik.cli.terminal import say, say_report
+from kvik.cli.terminal import say_answer
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.hardware import detect, find_gpus
 from kvik.config.kv_budget import asked_budgets
@@ -51,10 +50,11 @@ def run(arguments: argparse.Namespace) -> int:
         spec = replace(spec, layers=resolved.model.layers)  # with the window that was asked for
     except CapacityError as error:
         refusal = str(error)
-    if arguments.json:
-        say(json.dumps(_as_json(str(path), spec, resolved, refusal)))
-    else:
-        say_report(_as_text(str(path), spec, resolved, refusal))
+    say_answer(
+        _as_json(str(path), spec, resolved, refusal),
+        _as_text(str(path), spec, resolved, refusal),
+        as_json=arguments.json,
+    )
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from kvik.cli.flags import (
     engine_options,
     given_options,
 )
-from kvik.cli.terminal import say, say_report, share_bar
+from kvik.cli.terminal import say, say_answer, share_bar
 from kvik.config.config import EngineConfig
 from kvik.config.kv_budget import (
     ENTROPY,
@@ -96,10 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         reason = f"{str(arguments.save)!r} cannot be written ({error.strerror})"
         raise ConfigError("save", reason) from None
-    if arguments.json:
-        say(json.dumps(asdict(budgets)))
-    else:
-        say_report(_as_text(budgets, sizes))
+    say_answer(asdict(budgets), _as_text(budgets, sizes), as_json=arguments.json)
     say(f"\nsaved in {arguments.save}", error=True)
     return 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from textwrap import fill
@@ -11,7 +10,7 @@ from textwrap import fill
 import msgspec
 
 from kvik.cli.flags import Parser, add_model, add_option_flags, given_options
-from kvik.cli.terminal import say, say_report
+from kvik.cli.terminal import say_answer
 from kvik.config.units import show_bytes
 from kvik.planner.cost import Cost, columns, count, dollars, seconds, three
 from kvik.planner.plan import Division, Plan, PlannedSpeed, Question, plan
@@ -473,10 +472,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     answer = plan(question_of(arguments))
-    if arguments.json:
-        say(json.dumps(as_object(answer)))
-    else:
-        say_report(as_text(answer))
+    say_answer(as_object(answer), as_text(answer), as_json=arguments.json)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -137,6 +138,14 @@ def say_report(text: str) -> None:
         width = shutil.get_terminal_size().columns
         text = "\n".join(_wrapped(line, width) for line in text.split("\n"))
     say(text, flush=True)
+
+
+def say_answer(values: object, text: str, *, as_json: bool) -> None:
+    """Print an answer as one JSON object, or as a report in words."""
+    if as_json:
+        say(json.dumps(values))
+    else:
+        say_report(text)
 
 
 def _wrapped(line: str, width: int) -> str:

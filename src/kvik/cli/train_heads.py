@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from kvik.cli.flags import (
     engine_options,
     given_options,
 )
-from kvik.cli.terminal import say, say_report, share_bar
+from kvik.cli.terminal import say, say_answer, share_bar
 from kvik.config.config import EngineConfig
 from kvik.config.draft_heads import EAGLE, KINDS, MAX_DEPTH, MAX_LAYERS, MEDUSA
 from kvik.errors import ConfigError
@@ -124,10 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
         hint = "the same command continues"
         say(f"interrupted: the heads are saved as they are; {hint}", error=True)
     report = _report(trained)
-    if arguments.json:
-        say(json.dumps(report))
-    else:
-        say_report(_as_text(report))
+    say_answer(report, _as_text(report), as_json=arguments.json)
     say(f"\nsaved in {arguments.output}", error=True)
     return 0
 
