@@ -129,19 +129,15 @@ def choose_dtype(
         return notes.add("dtype", "float16", f"{gpu.name} has no bfloat16")
     if gpu:
         return notes.add("dtype", spec.dtype, "the checkpoint's")
+    fewer, stored_wide = "half the bytes to read", spec.dtype == "float32"
+    if not stored_wide and hardware.fast_bf16:
+        return notes.add("dtype", "bfloat16", f"{fewer}, and this CPU has bfloat16 arithmetic")
+    if not stored_wide and native_reason(hardware) is None and config.kernels != "torch":
+        return notes.add("dtype", "bfloat16", f"{fewer}, widened as they are read")
     full = spec.weight_bytes("float32", config.quantization)
-    if spec.dtype == "float32":
-        if full <= limit.size // 2:
-            return notes.add("dtype", "float32", "the checkpoint's")
-        return notes.add("dtype", "bfloat16", f"float32 would take {show_bytes(full)}")
-    if hardware.fast_bf16:
-        return notes.add(
-            "dtype", "bfloat16", "half the bytes to read, and this CPU has bfloat16 arithmetic"
-        )
-    if native_reason(hardware) is None and config.kernels != "torch":
-        return notes.add("dtype", "bfloat16", "half the bytes to read, widened as they are read")
     if full <= limit.size // 2:
-        return notes.add("dtype", "float32", "this CPU has no bfloat16 arithmetic")
+        reason = "the checkpoint's" if stored_wide else "this CPU has no bfloat16 arithmetic"
+        return notes.add("dtype", "float32", reason)
     return notes.add("dtype", "bfloat16", f"float32 would take {show_bytes(full)}")
 
 
