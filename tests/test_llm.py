@@ -311,7 +311,7 @@ def test_a_closed_llm_raises():
     hello = [{"role": "user", "content": "Hello"}]
     assert llm._chat_template is None
     llm.render_chat(hello)
-    pid = llm._chat_template.pid
+    pid = llm._chat_template.process.pid
     os.kill(pid, 0)
     llm.close()
     llm.close()

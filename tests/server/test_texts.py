@@ -192,7 +192,7 @@ async def templates_of(source: str = SOURCE, workers: int = 2) -> AsyncIterator[
         yield templates
     finally:
         await templates.close()
-        assert all(one.pid is None for one in templates._live)
+        assert all(one.process.pid is None for one in templates._live)
 
 
 def rendering(text: str = "hello") -> Callable[[ChatTemplate], str]:
@@ -220,7 +220,7 @@ async def test_a_cancelled_rendering_ends_its_process() -> None:
         endless.cancel()
         with pytest.raises(asyncio.CancelledError):
             await endless
-        assert template not in templates._live and template.pid is None
+        assert template not in templates._live and template.process.pid is None
         assert await templates.render(rendering("second")) == "second"
 
 

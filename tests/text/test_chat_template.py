@@ -274,7 +274,7 @@ def test_a_process_that_does_not_answer_is_replaced(
     for _ in range(2):
         with pytest.raises(ParamError, match=reason):
             chat.render(USER)
-        assert chat.pid is None
+        assert chat.process.pid is None
     assert time.monotonic() - start < 10
 
 
@@ -299,12 +299,12 @@ def test_a_bomb_leaves_the_template_usable(template: Make) -> None:
 
 def test_the_process_stays_until_close(template: Make) -> None:
     chat = template("{{ messages[0].content }}")
-    assert chat.pid is None
+    assert chat.process.pid is None
     assert chat.render(USER) == chat.render(USER) == "hi"
-    first = chat.pid
+    first = chat.process.pid
     os.kill(first, signal.SIGKILL)  # while it is idle
     assert chat.render(USER) == "hi"
-    second = chat.pid
+    second = chat.process.pid
     assert second is not None and second != first
     chat.close()
     chat.close()

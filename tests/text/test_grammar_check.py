@@ -68,10 +68,10 @@ def test_known_constraints_are_not_checked_again(
     values = [{"json": {"format": f"f{i}"}} for i in range(4)]
     first = [check.checked(params(value)) for value in values]
     assert first[0][1] == ("format f0 at /",)
-    os.kill(check.pid, signal.SIGSTOP)
+    os.kill(check.process.pid, signal.SIGSTOP)
     assert all(check.knows(params(value)) for value in values)
     assert [check.checked(params(value)) for value in values] == first
-    os.kill(check.pid, signal.SIGCONT)
+    os.kill(check.process.pid, signal.SIGCONT)
     monkeypatch.setattr(grammar_check, "MAX_CACHED_BYTES", 2600)
     check.checked(params({"regex": "new"}))
     assert [check.knows(params(value)) for value in values] == [False, False, False, True]
@@ -109,7 +109,7 @@ def test_a_timeout_has_a_code(tokenizer: Tokenizer) -> None:
 
 def test_a_process_that_dies_is_replaced(check: GrammarCheck, tokenizer: Tokenizer) -> None:
     check.checked(params({"regex": "a"}))
-    os.kill(check.pid, signal.SIGKILL)
+    os.kill(check.process.pid, signal.SIGKILL)
     assert check.checked(params({"regex": "b"}))
     mortal = GrammarCheck(
         tokenizer, command=(sys.executable, "-c", "import sys; sys.stdin.read(9)")
@@ -124,10 +124,10 @@ def test_a_process_that_dies_is_replaced(check: GrammarCheck, tokenizer: Tokeniz
 @pytest.mark.full
 def test_a_process_that_was_stopped_is_replaced(check: GrammarCheck) -> None:
     check.checked(params({"regex": "a"}))
-    first = check.pid
+    first = check.process.pid
     os.kill(first, signal.SIGSTOP)
     assert check.checked(params({"regex": "b"}))
-    assert check.pid not in (None, first)
+    assert check.process.pid not in (None, first)
 
 
 def test_without_the_library_only_the_field_is_refused(

@@ -60,7 +60,7 @@ class ChatTemplate:
         tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._source = TemplateSource(source, {k: v for k, v in tokens.items() if v is not None})
         self._seconds = seconds
-        self._process = LimitedProcess(
+        self.process = LimitedProcess(
             command, lambda: self._source, seconds=seconds, max_answer=MAX_ANSWER
         )
 
@@ -95,7 +95,7 @@ class ChatTemplate:
         except (RecursionError, UnicodeEncodeError, OverflowError):
             raise ParamError("messages", "must be JSON values of valid Unicode") from None
         try:
-            rendered = msgspec.msgpack.decode(self._process.ask(frame), type=Rendered)
+            rendered = msgspec.msgpack.decode(self.process.ask(frame), type=Rendered)
         except TimeoutError:
             reason = f"rendering them takes more than {self._seconds:g} seconds"
             raise ParamError("messages", reason) from None
@@ -107,14 +107,9 @@ class ChatTemplate:
             raise ParamError(rendered.field, rendered.error)
         return rendered.text
 
-    @property
-    def pid(self) -> int | None:
-        """Id of the rendering process; None: it is not running."""
-        return self._process.pid
-
     def close(self) -> None:
         """End the process. Renderings in other threads fail at once, and so do all later ones."""
-        self._process.close()
+        self.process.close()
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:

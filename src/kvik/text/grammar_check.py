@@ -52,7 +52,7 @@ class GrammarCheck:
         self, tokenizer: Tokenizer, *, seconds: float = SECONDS, command: Sequence[str] = COMMAND
     ) -> None:
         self._seconds = seconds
-        self._process = LimitedProcess(
+        self.process = LimitedProcess(
             command,
             lambda: TokenBytes.of(tokenizer, tokenizer.vocab_size),
             seconds=seconds,
@@ -61,11 +61,6 @@ class GrammarCheck:
         self._lock = threading.Lock()
         self._checked: OrderedDict[Constraint, Checked] = OrderedDict()  # the oldest first
         self._known_bytes = 0
-
-    @property
-    def pid(self) -> int | None:
-        """Id of the process; None: it is not running."""
-        return self._process.pid
 
     def knows(self, params: SamplingParams) -> bool:
         """Return whether `checked` can answer without the process."""
@@ -98,11 +93,11 @@ class GrammarCheck:
 
     def close(self) -> None:
         """End the process; all later checks fail."""
-        self._process.close()
+        self.process.close()
 
     def _ask(self, constraint: Constraint) -> Checked:
         try:
-            return msgspec.msgpack.decode(self._process.ask(framed(constraint)), type=Checked)
+            return msgspec.msgpack.decode(self.process.ask(framed(constraint)), type=Checked)
         except TimeoutError:
             reason = f"more than {self._seconds:g} seconds"
         except (EOFError, OSError, msgspec.DecodeError):
