@@ -394,11 +394,7 @@ class EngineClient:
     def _send(
         self, sent: SentRequest, avoid: Collection[int] = (), *, again: bool = False
     ) -> EngineLink:
-        """Send a request to the best engine that accepts it. Raises as `add`.
-
-        Args:
-            again: see `EngineLink.add`.
-        """
+        """Send a request to the best engine; see `EngineLink.add`. Raises as `add`."""
         if not self._several:  # there is nothing to choose, and no need to know its backlog
             self.links[0].add(sent, again=again)
             return self.links[0]

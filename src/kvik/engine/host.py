@@ -222,10 +222,7 @@ class EngineHost:
     """Serves the one client at the other end of a socket."""
 
     def __init__(self, loop: EngineLoop, socket: HostSocket, *, reports: bool = False) -> None:
-        """
-        Args:
-            reports: see `EngineStart`.
-        """
+        """For `reports` see `EngineStart`."""
         self._loop = loop
         self._socket = socket
         self._live = LiveCollector(loop.core)

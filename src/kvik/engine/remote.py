@@ -297,11 +297,7 @@ class EngineLink:
             self.send(start)
 
     def disconnect(self, state: EngineState, reason: str, waiting: Collection[str] = ()) -> None:
-        """Drop a lost engine.
-
-        Args:
-            waiting: see `LinkOwner.lost`.
-        """
+        """Drop a lost engine; `waiting` is for `LinkOwner.lost`."""
         self.set_state(state, reason)
         self._ended = [sum_stats([counters_of(self._stats), *self._ended])]
         self._stats = self._new

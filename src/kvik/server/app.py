@@ -347,11 +347,7 @@ def complete_app(
     names: Sequence[str],
     more: MoreMetrics = no_more,
 ) -> tuple[Server, App]:
-    """Build a server with all routes and observers: see `assemble`.
-
-    Args:
-        more: see `Metrics`.
-    """
+    """Build a server with all routes and observers: see `assemble`, and `Metrics` for `more`."""
     requests = RequestMetricsObserver()
     observers: list[Observer] = [requests]
     if config.otlp_endpoint is not None:
