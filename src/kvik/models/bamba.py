@@ -9,18 +9,17 @@ from functools import partial
 from kvik.errors import shown
 from kvik.models import mamba2
 from kvik.models.decoder import (
-    AttentionBlock,
     Decoder,
     GroupedQueryAttention,
     PreNormLayer,
     feed_forward,
+    mixer,
 )
-from kvik.spec.declare import Architecture, LayerBuilder
+from kvik.spec.declare import Architecture
 from kvik.spec.experts import listed_layers
 from kvik.spec.fields import MAX_WIDTH, Fields
 from kvik.spec.kv import StateSpec
 from kvik.spec.layers import LayerSpec
-from kvik.spec.model import ModelFacts
 from kvik.spec.rope import read_rope
 
 KEYS = {
@@ -36,12 +35,7 @@ LIMIT = "time_step_limit"
 INDICES = "attn_layer_indices"
 
 
-def mixer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> AttentionBlock:
-    """Return the Mamba-2 mixer or the attention of a layer."""
-    state = spec.layers[layer].state
-    if state is not None:
-        return mamba2.Mamba2(spec, builder.at("mamba"), layer, state)
-    return GroupedQueryAttention(spec, builder, layer)
+mamba_mixer = partial(mixer, attention=GroupedQueryAttention, keeper=mamba2.Mamba2, scope="mamba")
 
 
 def check_limits(fields: Fields) -> None:
@@ -82,7 +76,7 @@ BAMBA = Architecture(
         Decoder,
         make_layer=partial(
             PreNormLayer,
-            attention=mixer,
+            attention=mamba_mixer,
             feed=partial(feed_forward, scope="feed_forward"),
             norms=("input_layernorm", "pre_ff_layernorm"),
         ),

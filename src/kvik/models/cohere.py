@@ -14,8 +14,9 @@ from kvik.models.decoder import (
     Layer,
     ParallelLayer,
     feed_forward,
+    last_norm,
 )
-from kvik.spec.declare import Architecture, FeedForward, ForwardContext, LayerBuilder, Norm
+from kvik.spec.declare import Architecture, FeedForward, ForwardContext, LayerBuilder
 from kvik.spec.experts import Router, read_experts, sparse_layers
 from kvik.spec.fields import MAX_WIDTH, Fields
 from kvik.spec.layers import (
@@ -76,20 +77,12 @@ def cohere_scales(fields: Fields) -> ModelScales:
     return ModelScales(logits=fields.number("logit_scale", 1e-6, 1e6, 0.0625))
 
 
-def last_norm(spec: ModelFacts, builder: LayerBuilder) -> Norm:
-    """Return the norm after the last layer, whose gain includes the scale of the logits."""
-    if spec.rms_norm:
-        return builder.rms_norm("norm", spec.hidden_size, spec.norm_eps, scale=spec.scales.logits)
-    return builder.layer_norm(
-        "norm", spec.hidden_size, spec.norm_eps, bias=False, scale=spec.scales.logits
-    )
-
-
+norm_without_bias = partial(last_norm, bias=False)
 COHERE = Architecture(
     "CohereForCausalLM",
     "cohere",
     "Command R and R+",
-    partial(Decoder, make_layer=cohere_layer, make_norm=last_norm),
+    partial(Decoder, make_layer=cohere_layer, make_norm=norm_without_bias),
     layers=partial(rotary_layers, interleaved=True),
     qkv_bias="attention_bias",
     o_bias="attention_bias",
@@ -178,7 +171,7 @@ COHERE2_MOE = replace(
     make=partial(
         Decoder,
         make_layer=partial(ParallelLayer, feed=cohere2_moe_feed, norm_bias=False),
-        make_norm=last_norm,
+        make_norm=norm_without_bias,
     ),
     layers=cohere2_moe_layers,
     experts=partial(
@@ -204,5 +197,4 @@ COHERE2_MOE = replace(
         "num_experts_per_tok": 2,
     },
     gguf=None,
-    gguf_scales=(),
 )

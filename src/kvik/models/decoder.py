@@ -24,6 +24,7 @@ from kvik.spec.declare import (
     PositionTable,
     Role,
 )
+from kvik.spec.kv import StateSpec
 from kvik.spec.layers import PredictorSpec
 from kvik.spec.model import ModelFacts
 
@@ -138,6 +139,7 @@ Layer: TypeAlias = "Callable[[Tensor, Tensor | None, ForwardContext], Tensor]"
 
 # Each makes a part of the model in the scope of the builder.
 MakeAttention = Callable[[ModelFacts, LayerBuilder, int], AttentionBlock]
+MakeStateKeeper = Callable[[ModelFacts, LayerBuilder, int, StateSpec], AttentionBlock]
 MakeFeedForward = Callable[[ModelFacts, LayerBuilder, int], FeedForward]
 MakeLayer = Callable[[ModelFacts, LayerBuilder, int], Layer]
 MakeNorm = Callable[[ModelFacts, LayerBuilder], Norm]
@@ -194,6 +196,36 @@ def layer_norms(
 def plain_norm(spec: ModelFacts, builder: LayerBuilder) -> Norm:
     """Return a norm of the model's kind over the residual stream, without a gain."""
     return builder.plain_norm(spec.hidden_size, spec.norm_eps, centred=not spec.rms_norm)
+
+
+def last_norm(
+    spec: ModelFacts,
+    builder: LayerBuilder,
+    name: str = "norm",
+    offset: float = 0.0,
+    bias: bool = True,
+) -> Norm:
+    """Return the norm after the last layer, whose gain includes the scale of the logits.
+
+    Args:
+        offset, bias: as in `layer_norms`.
+    """
+    return layer_norms(spec, builder, offset, bias)(name, scale=spec.scales.logits)
+
+
+def mixer(
+    spec: ModelFacts,
+    builder: LayerBuilder,
+    layer: int,
+    attention: MakeAttention,
+    keeper: MakeStateKeeper,
+    scope: str,
+) -> AttentionBlock:
+    """Return the attention of a layer, or what keeps its state, in a scope of its names."""
+    state = spec.layers[layer].state
+    if state is None:
+        return attention(spec, builder, layer)
+    return keeper(spec, builder.at(scope), layer, state)
 
 
 class NormedLayer:
@@ -344,8 +376,7 @@ class Decoder:
         if make_norm is not None:
             self.norm = make_norm(spec, trunk)
         elif last:
-            norm = trunk.rms_norm if spec.rms_norm else trunk.layer_norm
-            self.norm = norm(last, spec.hidden_size, spec.norm_eps, scale=spec.scales.logits)
+            self.norm = last_norm(spec, trunk, last)
         self.lm_head: LinearLayer | None = None
         if head:
             self.lm_head = builder.lm_head(

@@ -350,7 +350,6 @@ YOUTU = replace(
     tied=True,
     eos_token_ids=(128_001,),
     gguf=None,
-    gguf_marker=(),
     defaults={},
 )
 
@@ -397,7 +396,6 @@ AXK1 = replace(
     predictor=None,
     eos_token_ids=(163_691,),
     gguf=None,
-    gguf_marker=(),
     defaults={**DEEPSEEK3.defaults, "n_routed_experts": 192},
 )
 
@@ -451,7 +449,6 @@ MISTRAL4 = replace(
     predictor=None,
     eos_token_ids=(2,),
     gguf=None,
-    gguf_marker=(),
     defaults={
         "vocab_size": 131_072,
         "hidden_size": 4096,

@@ -19,18 +19,20 @@ from kvik.models.decoder import (
     PreNormLayer,
     SandwichLayer,
     feed_forward,
+    last_norm,
     text_decoder,
 )
-from kvik.spec.declare import Architecture, LayerBuilder, Norm
+from kvik.spec.declare import Architecture
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types, mixed_layers, read_window
-from kvik.spec.model import ModelFacts, ModelScales
+from kvik.spec.model import ModelScales
 from kvik.spec.pooling import PoolingSpec, mean_vectors
 from kvik.spec.rope import MAX_POSITIONS, RopeSpec, read_rope
 
 GEGLU = "gelu_tanh_and_mul"
 
 
+norm_from_one = partial(last_norm, offset=1.0)  # its gain is 1 + the stored values
 geglu = partial(feed_forward, activation=GEGLU)
 GemmaLayer = partial(PreNormLayer, feed=geglu, offset=1.0)
 VaultGemmaLayer = partial(GemmaLayer, norms=("input_layernorm", "pre_feedforward_layernorm"))
@@ -38,10 +40,6 @@ Gemma2Layer = partial(SandwichLayer, feed=geglu, offset=1.0)
 Gemma3Layer = partial(
     Gemma2Layer, attention=partial(GroupedQueryAttention, norms=("q_norm", "k_norm"), offset=1.0)
 )
-
-
-def last_norm(spec: ModelFacts, builder: LayerBuilder) -> Norm:
-    return builder.rms_norm("norm", spec.hidden_size, spec.norm_eps, offset=1.0)
 
 
 def gemma_scales(fields: Fields) -> ModelScales:
@@ -135,7 +133,7 @@ GEMMA = Architecture(
     "GemmaForCausalLM",
     "gemma",
     "Gemma",
-    partial(Decoder, make_layer=GemmaLayer, make_norm=last_norm),
+    partial(Decoder, make_layer=GemmaLayer, make_norm=norm_from_one),
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     activations=("gelu_pytorch_tanh", "gelu"),
@@ -150,7 +148,7 @@ GEMMA2 = replace(
     name="Gemma2ForCausalLM",
     model_type="gemma2",
     models="Gemma 2",
-    make=partial(Decoder, make_layer=Gemma2Layer, make_norm=last_norm),
+    make=partial(Decoder, make_layer=Gemma2Layer, make_norm=norm_from_one),
     layers=partial(mixed_layers, every=2),
     activations=("gelu_pytorch_tanh",),
     scales=gemma2_scales,
@@ -168,18 +166,15 @@ VAULTGEMMA = replace(
     name="VaultGemmaForCausalLM",
     model_type="vaultgemma",
     models="VaultGemma",
-    make=partial(Decoder, make_layer=VaultGemmaLayer, make_norm=last_norm),
+    make=partial(Decoder, make_layer=VaultGemmaLayer, make_norm=norm_from_one),
     gguf=None,
-    gguf_names={},
-    gguf_scales=(),
-    gguf_implied=None,
 )
 GEMMA3 = replace(
     GEMMA2,
     name="Gemma3ForCausalLM",
     model_type="gemma3_text",
     models="Gemma 3, text-only models",
-    make=partial(Decoder, make_layer=Gemma3Layer, make_norm=last_norm),
+    make=partial(Decoder, make_layer=Gemma3Layer, make_norm=norm_from_one),
     layers=gemma3_layers,
     qk_norm=True,
     scales=gemma3_scales,
@@ -202,7 +197,7 @@ GEMMA3_IMAGES = replace(
     name="Gemma3ForConditionalGeneration",
     model_type="gemma3",
     models="Gemma 3, text part of models that read images",
-    make=partial(text_decoder, make_layer=Gemma3Layer, make_norm=last_norm),
+    make=partial(text_decoder, make_layer=Gemma3Layer, make_norm=norm_from_one),
     inside="text_config",
 )
 # EmbeddingGemma (Vera et al. 2025), an encoder.

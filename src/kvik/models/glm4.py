@@ -60,7 +60,6 @@ GLM = replace(
     models="GLM-4 and GLM-Edge",
     make=partial(Decoder, make_layer=partial(PreNormLayer, feed=glm_feed)),
     gguf=None,
-    gguf_names={},
 )
 
 

@@ -203,7 +203,6 @@ HYPERCLOVAX = replace(
     wiring=lambda fields: NORMS_AFTER if fields.boolean("use_post_norm", True) else "",
     scales=hyperclova_scales,
     gguf=None,
-    gguf_scales=(),
 )
 SHARED = "shared_intermediate_size"
 
@@ -311,7 +310,6 @@ GRANITE_SWA = replace(
         "sliding_window": 128,
     },
     gguf=None,
-    gguf_scales=(),
 )
 GRANITE_MOE_SWA = replace(
     GRANITE_MOE_SHARED,
@@ -323,12 +321,6 @@ GRANITE_MOE_SWA = replace(
     wiring=None,
     defaults={**GRANITE_MOE_SHARED.defaults, "sliding_window": 128},
     gguf=None,
-    gguf_marker=(),
-    gguf_names={},
-    gguf_parts=None,
-    gguf_extra=None,
-    gguf_implied=None,
-    gguf_scales=(),
 )
 
 
@@ -384,7 +376,7 @@ GRANITE4 = replace(
     models="Granite 4",
     make=partial(
         Decoder,
-        make_layer=partial(GraniteLayer, attention=bamba.mixer, feed=shared_feed),
+        make_layer=partial(GraniteLayer, attention=bamba.mamba_mixer, feed=shared_feed),
     ),
     layers=granite4_layers,
     fixed=bamba.FIXED,

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from kvik.errors import shown
 from kvik.models.decoder import (
-    AttentionBlock,
     Decoder,
     GatedOutputAttention,
     GroupedQueryAttention,
     PreNormLayer,
     SandwichLayer,
     feed_forward,
+    mixer,
 )
 from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder, gguf_experts
 from kvik.spec.experts import ExpertsSpec, Router, corrected_router, read_experts
@@ -64,31 +64,18 @@ class ShortConvolution:
         return self.out(self.gated(mixed, behind), ctx, residual)
 
 
-def lfm2_mixer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> AttentionBlock:
-    """Return the convolution or the attention of a layer."""
-    state = spec.layers[layer].state
-    if state is not None:
-        return ShortConvolution(spec, builder.at(CONV), layer, state)
-    return GroupedQueryAttention(
-        spec, builder, layer, o="out_proj", norms=("q_layernorm", "k_layernorm")
-    )
-
-
-def lfm3_mixer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> AttentionBlock:
-    """Return the convolution or the attention of a layer."""
-    state = spec.layers[layer].state
-    if state is not None:
-        return ShortConvolution(spec, builder.at(CONV), layer, state)
-    return GatedOutputAttention(spec, builder, layer, each_head=True)
-
-
+conv_mixer = partial(mixer, keeper=ShortConvolution, scope=CONV)
 feed = partial(feed_forward, scope="feed_forward", names=NAMES, gate_up=("w1", "w3"), down="w2")
+Lfm2Attention = partial(GroupedQueryAttention, o="out_proj", norms=("q_layernorm", "k_layernorm"))
 Lfm2Layer = partial(
-    PreNormLayer, attention=lfm2_mixer, feed=feed, norms=("operator_norm", "ffn_norm")
+    PreNormLayer,
+    attention=partial(conv_mixer, attention=Lfm2Attention),
+    feed=feed,
+    norms=("operator_norm", "ffn_norm"),
 )
 Lfm3Layer = partial(
     SandwichLayer,
-    attention=lfm3_mixer,
+    attention=partial(conv_mixer, attention=partial(GatedOutputAttention, each_head=True)),
     feed=feed,
     norms=("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"),
 )

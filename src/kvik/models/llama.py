@@ -60,7 +60,6 @@ MINISTRAL = replace(
     layers=switched_layers,
     defaults={"num_key_value_heads": 8, "use_sliding_window": True, "max_window_layers": 0},
     gguf=None,
-    gguf_marker=(),
 )
 # Ministral 3 (Mistral AI 2025): in long contexts, queries are scaled up by their positions.
 MINISTRAL3 = Architecture(

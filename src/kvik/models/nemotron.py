@@ -15,8 +15,8 @@ from kvik.models.decoder import (
     plain_mlp,
     plain_norm,
 )
-from kvik.models.gemma import softcap
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, Norm
+from kvik.models.gemma import norm_from_one, softcap
+from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
 from kvik.spec.fields import Fields
 from kvik.spec.layers import LayerSpec, rotary_layers
 from kvik.spec.model import ModelFacts, ModelScales
@@ -31,10 +31,6 @@ ACTIVATIONS = ("relu2",)
 squared_relu = partial(plain_mlp, up="up_proj", down="down_proj")
 
 
-def last_norm(spec: ModelFacts, builder: LayerBuilder) -> Norm:
-    return builder.layer_norm("norm", spec.hidden_size, spec.norm_eps, offset=1.0)
-
-
 NEMOTRON = Architecture(
     "NemotronForCausalLM",
     "nemotron",
@@ -42,7 +38,7 @@ NEMOTRON = Architecture(
     partial(
         Decoder,
         make_layer=partial(PreNormLayer, feed=squared_relu, offset=1.0),
-        make_norm=last_norm,
+        make_norm=norm_from_one,
     ),
     layers=partial(rotary_layers, fraction=0.5),
     qkv_bias="attention_bias",

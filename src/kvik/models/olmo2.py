@@ -196,7 +196,6 @@ FLEX_OLMO = replace(
         "num_experts_per_tok": 5,
     },
     gguf=None,
-    gguf_names={},
 )
 # OLMo (Groeneveld et al. 2024, arXiv 2402.00838): LayerNorm without gains and biases.
 OLMO = Architecture(

@@ -129,8 +129,6 @@ PHIMOE = replace(
         "rope_theta": 1e6,
     },
     gguf=None,
-    gguf_names={},
-    gguf_pairs=False,
 )
 # The name in the authors' files.
 PHIMOE_ORIGINAL = replace(PHIMOE, name="PhiMoEForCausalLM")

@@ -104,7 +104,6 @@ MELLUM = replace(
     make=mellum,
     layers=typed_layers,
     gguf=None,
-    gguf_implied=None,
     defaults={
         "vocab_size": 98_304,
         "hidden_size": 2304,

@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.decoder import AttentionBlock, Decoder, GroupedQueryAttention, PreNormLayer
-from kvik.models.gemma import last_norm
+from kvik.models.decoder import Decoder, GroupedQueryAttention, PreNormLayer, mixer
+from kvik.models.gemma import norm_from_one
 from kvik.models.qwen3 import SHARED_NAMES, shared_experts
 from kvik.spec.declare import (
     SEPARATE,
@@ -194,21 +194,18 @@ GGUF_NAMES = {
 }
 
 
-def mixer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> AttentionBlock:
-    """Return the delta net or the attention of a layer."""
-    state = spec.layers[layer].state
-    if state is not None:
-        return GatedDeltaNet(spec, builder.at("linear_attn"), layer, state)
-    return GatedAttention(spec, builder, layer)
-
-
-Qwen35Layer = partial(PreNormLayer, attention=mixer, feed=shared_experts, offset=1.0)
+Qwen35Layer = partial(
+    PreNormLayer,
+    attention=partial(mixer, attention=GatedAttention, keeper=GatedDeltaNet, scope="linear_attn"),
+    feed=shared_experts,
+    offset=1.0,
+)
 
 
 def qwen3_5(spec: ModelFacts, builder: LayerBuilder) -> Decoder:
     """Return the text model; the image encoder is not read."""
     builder.skip("mtp", "visual", "model.visual")
-    return Decoder(spec, builder, Qwen35Layer, last_norm, ("model.language_model", "model"))
+    return Decoder(spec, builder, Qwen35Layer, norm_from_one, ("model.language_model", "model"))
 
 
 KEY_HEADS, VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"

@@ -34,7 +34,6 @@ QWEN3_VL_MOE = replace(
     inside="text_config",
     defaults={"num_key_value_heads": 16, "rope_theta": 5e5, "norm_topk_prob": True},
     gguf=None,
-    gguf_implied=None,
 )
 
 

@@ -143,7 +143,8 @@ class Architecture:
             none.
         inside_types: `model_type` in that object -> another architecture, which it names.
         fixed: keys with the only supported value; another value would change the arithmetic.
-        gguf: `general.architecture` of its GGUF files; None: none exist.
+        gguf: `general.architecture` of its GGUF files; None: none exist, and the facts about such
+            files are not read.
         gguf_experts: the same of its models with experts; "": no other.
         gguf_marker: if several architectures share the name `gguf`: a metadata key and its least
             value in files of this one, and a flag that decides where files lack the key; (): the
