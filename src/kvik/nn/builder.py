@@ -36,11 +36,9 @@ from kvik.nn.layers import (
     AdaptedExperts,
     Adapters,
     Attention,
-    CappedHead,
     CausalConv,
     Embedding,
     Experts,
-    GatedProduct,
     Heads,
     LatentAttention,
     LayerNorm,
@@ -50,9 +48,6 @@ from kvik.nn.layers import (
     PooledHead,
     Recurrence,
     RMSNorm,
-    ScaledColumns,
-    ScaledQueries,
-    ScaledSum,
     Xielu,
 )
 from kvik.nn.lora import AdapterSlots
@@ -78,11 +73,16 @@ from kvik.spec.declare import (
     XIELU_NAMES,
     Declaration,
     ExpertNames,
+    ForwardContext,
+    Gated,
     Join,
     LayerBuilder,
     LinearLayer,
     PositionTable,
     Role,
+    Scale,
+    ScaledQueriesLayer,
+    Sum,
     TokenTable,
     usual_scope,
 )
@@ -673,7 +673,18 @@ class Builder(LayerBuilder):
         else:
             vocab, hidden = embedding.shape
             head = self._linear((name,), [LinearShape(hidden, vocab)], bias=bias, head=True)
-        return head if softcap is None else CappedHead(head, softcap)
+        if softcap is None:
+            return head
+        cap, ops = softcap, self.ops
+
+        def capped(
+            x: Tensor, ctx: ForwardContext | None = None, residual: Tensor | None = None
+        ) -> Tensor:
+            logits = head(x, ctx, residual)
+            ops.softcap(logits, cap)
+            return logits
+
+        return capped
 
     def rms_norm(
         self,
@@ -758,12 +769,18 @@ class Builder(LayerBuilder):
             self._declare(self._name(f"{name}.weight"), gains, "gain", moved)
         return LayerNorm(self.ops, gains, offsets, eps)
 
-    def query_scale(self, spec: QueryScale) -> ScaledQueries:
+    def query_scale(self, spec: QueryScale) -> ScaledQueriesLayer:
         if spec not in self._query_scales:
             counted = spec.first + torch.arange(self.max_model_len, device=self.device)
             table = 1.0 + spec.weight * torch.log1p((counted // spec.step).float())
             self._query_scales[spec] = table[:, None]
-        return ScaledQueries(self.ops, self._query_scales[spec])
+        ops, scales = self.ops, self._query_scales[spec]
+
+        def scaled(q: Tensor, ctx: ForwardContext) -> Tensor:
+            scale = ops.gather_rows(scales, ctx.positions)
+            return ops.gated(q.flatten(1), scale, "none").view(q.shape)
+
+        return scaled
 
     def rope(self, spec: RopeSpec, head_dim: int) -> Rope:
         self._ropes.append(Rope(self.ops, spec, head_dim, self.max_model_len, self.device))
@@ -879,8 +896,9 @@ class Builder(LayerBuilder):
             self._declare_layer(self._name(name), shape, self._scheme(name), to, 0)
         return up
 
-    def scaled_sum(self, factor: float) -> ScaledSum:
-        return ScaledSum(self.ops, factor)
+    def scaled_sum(self, factor: float) -> Sum:
+        ops = self.ops
+        return lambda x, residual: ops.add(residual, ops.scaled(x, factor))
 
     def joined(self) -> Join:
         return self.ops.joined
@@ -907,11 +925,12 @@ class Builder(LayerBuilder):
             scale.factor = float(scale.value)
         return scale
 
-    def gated(self, by: str = "none") -> GatedProduct:
+    def gated(self, by: str = "none") -> Gated:
         """Return a layer that multiplies by a function of a gate: `by`, one of `GATES`."""
-        return GatedProduct(self.ops, GATES[by])
+        ops, function = self.ops, GATES[by]
+        return lambda x, gate: ops.gated(x, gate, function)
 
-    def scaled_columns(self, factors: Sequence[tuple[int, float]]) -> ScaledColumns:
+    def scaled_columns(self, factors: Sequence[tuple[int, float]]) -> Scale:
         """Return a layer that multiplies columns by constants.
 
         Args:
@@ -919,7 +938,8 @@ class Builder(LayerBuilder):
         """
         counts, values = zip(*factors, strict=True)
         each = torch.tensor(values).repeat_interleave(torch.tensor(counts))
-        return ScaledColumns(self.ops, each[None].to(self.device))
+        ops, row = self.ops, each[None].to(self.device)
+        return lambda x: ops.gated(x, row.expand_as(x), "none")
 
     def causal_conv(
         self,

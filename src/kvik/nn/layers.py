@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvik.attention.base import Attend, AttendLatent, AttentionBackend, AttentionSpec, LatentUp
 from kvik.attention.indexed import Indexed
-from kvik.kernels.ops import Gate, Ops, StateHeads
+from kvik.kernels.ops import Ops, StateHeads
 from kvik.kernels.weights import XIELU_SLOPE, Activation, ExpertSet, Matrix
 from kvik.nn.rope import Rope
 from kvik.spec.declare import ForwardContext
@@ -106,30 +106,6 @@ class LayerNorm:
         return self.ops.add(residual, self(x))
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledSum:
-    """residual + x times a constant."""
-
-    ops: Ops
-    factor: float
-
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x, residual [tokens, hidden] -> [tokens, hidden]."""
-        return self.ops.add(residual, self.ops.scaled(x, self.factor))
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledColumns:
-    """x times a constant of each column."""
-
-    ops: Ops
-    factors: Tensor  # [1, dim] fp32
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, dim] -> [tokens, dim]."""
-        return self.ops.gated(x, self.factors.expand_as(x), "none")
-
-
 # Attention over the paged cache.
 
 
@@ -169,19 +145,6 @@ class Attention:
             for_sinks = ctx.once(self.sink_rope.after_keys)
         attend = Attend(q, k, v, kv, metadata, self.spec, rotation, q_rotation, for_sinks)
         return self.backend.run(attend).flatten(1)
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledQueries:
-    """Queries times a factor that depends on their positions (`QueryScale`)."""
-
-    ops: Ops
-    table: Tensor  # [positions, 1] fp32
-
-    def __call__(self, q: Tensor, ctx: ForwardContext) -> Tensor:
-        """q [tokens, ...] -> the same shape."""
-        scale = self.ops.gather_rows(self.table, ctx.positions)
-        return self.ops.gated(q.flatten(1), scale, "none").view(q.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,18 +221,6 @@ class Recurrence:
         value_heads * value_dim]."""
         states, sequences = ctx.states[self.position], ctx.metadata[0].layout.sequences
         return self.ops.recurrence(x, gates, self.heads, states.matrices, states.log, sequences)
-
-
-@dataclass(frozen=True, slots=True)
-class GatedProduct:
-    """x times a function of a gate."""
-
-    ops: Ops
-    by: Gate
-
-    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x [tokens, dim], gate [tokens, dim or fewer, for equal parts of x] -> [tokens, dim]."""
-        return self.ops.gated(x, gate, self.by)
 
 
 # Queries, keys and values: projections of one input, cut into heads.
@@ -527,19 +478,3 @@ class PooledHead:
                 x = F.linear(x, weight, bias)
             x = POOLED_FUNCTIONS[layer.function](x)
         return x
-
-
-@dataclass(frozen=True, slots=True)
-class CappedHead:
-    """A head with capped logits: softcap * tanh(logits / softcap)."""
-
-    head: Linear
-    softcap: float
-
-    def __call__(
-        self, x: Tensor, ctx: ForwardContext | None = None, residual: Tensor | None = None
-    ) -> Tensor:
-        """x [rows, hidden] -> logits [rows, vocab] fp32."""
-        logits = self.head(x, ctx, residual)
-        self.head.ops.softcap(logits, self.softcap)
-        return logits
