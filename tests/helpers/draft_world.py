@@ -18,7 +18,7 @@ from kvik.kernels.reference.ops import REFERENCE
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.kv_formats import allocate_kv, allocate_states
 from kvik.worker.drafters.base import DraftRows, Drafts
-from kvik.worker.drafters.draft_model import DraftModel, DraftNetwork, Vocabulary
+from kvik.worker.drafters.draft_model import DraftModel, DraftNetwork, DraftSampling, Vocabulary
 from kvik.worker.graphs import Eager, EngineNetwork, StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.request_table import RequestTable
@@ -123,7 +123,8 @@ class World:
             max_context,
             network.states,
         )
-        self.drafter = DraftModel(draft, Sampler(REFERENCE), self.sampling, BLOCKS, 7, room)
+        sampling = DraftSampling(Sampler(REFERENCE), self.sampling, room)
+        self.drafter = DraftModel(draft, sampling, BLOCKS, 7)
 
     def enter(
         self,

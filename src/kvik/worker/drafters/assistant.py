@@ -13,12 +13,10 @@ from torch import Tensor
 from kvik.attention.base import StepLayout
 from kvik.kernels.upload import upload
 from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
-from kvik.worker.drafters.draft_model import NONE, Guessing
+from kvik.worker.drafters.draft_model import DraftSampling, Guessing
 from kvik.worker.graphs import EngineNetwork, Graph
 from kvik.worker.input_batch import InputBatch, StepTensors
 from kvik.worker.request_table import RequestTable
-from kvik.worker.sampler import Sampler
-from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.step_inputs import StepInputs
 
 
@@ -31,32 +29,25 @@ class AssistantDrafter(Drafter):
         graph: Graph,
         inputs: StepInputs,
         table: RequestTable,
-        sampler: Sampler,
-        sampling: SamplingTable,
-        memory: int,
+        sampling: DraftSampling,
     ) -> None:
         """
         Args:
             graph, inputs: run its forwards.
-            table, sampling: of the target.
-            memory: bytes that sampling may take in addition to logits and probabilities.
+            table: of the target.
         """
         self._model = model
         self._graph = graph
         self._inputs = inputs
         self._table = table
-        self._sampler = sampler
         self._sampling = sampling
-        self._memory = memory
 
     def propose(self, rows: DraftRows) -> Drafts:
         self._graph.prepare()
         lengths = self._table.num_tokens[rows.slots].astype(np.int64)
         chosen = (-rows.limits).argsort(kind="stable")  # rows with most drafts first
         slots, counts = rows.slots[chosen], rows.limits[chosen]
-        guessing = Guessing(
-            self._sampler, self._sampling, rows, chosen, lengths, rows.limits, self._memory
-        )
+        guessing = Guessing(self._sampling, rows, chosen, lengths, rows.limits)
         newest = lengths[chosen] - 1
         states = rows.hidden()
         hidden = states.index_select(0, upload(chosen, states.device))
@@ -73,8 +64,7 @@ class AssistantDrafter(Drafter):
             output = self._graph.run(batch)
             tokens = guessing.draft(depth, output.logits, (output.top, output.top_ids))
             hidden = output.drafted_from
-        drafts = guessing.by_row(len(slots))
-        return Drafts(rows.limits, drafts[drafts != NONE], probs=guessing.probs)
+        return guessing.proposal(guessing.by_row())
 
     def _batch(self, slots: np.ndarray, newest: np.ndarray) -> InputBatch:
         """Return the inputs of forwards with one query of each slot, at the position of its newest

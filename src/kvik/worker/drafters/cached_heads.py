@@ -22,8 +22,8 @@ from torch import Tensor
 from kvik.kernels.upload import upload
 from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
 from kvik.worker.drafters.draft_model import (
-    NONE,
     DraftNetwork,
+    DraftSampling,
     Forwards,
     Guessing,
     Vocabulary,
@@ -31,8 +31,6 @@ from kvik.worker.drafters.draft_model import (
 from kvik.worker.graphs import EngineNetwork, Graph, StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.request_table import RequestTable
-from kvik.worker.sampler import Sampler
-from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.step_inputs import StepInputs
 
 
@@ -76,21 +74,16 @@ class CachedHeadDrafter(Drafter):
     def __init__(
         self,
         network: CachedHeadNetwork,
-        sampler: Sampler,
-        sampling: SamplingTable,
+        sampling: DraftSampling,
         largest: Callable[[Tensor], tuple[Tensor, Tensor]],
-        memory: int,
     ) -> None:
         """
         Args:
             largest: see `Ops`.
-            memory: bytes that sampling may take in addition to logits and probabilities.
         """
         self.network = network
-        self._sampler = sampler
         self._sampling = sampling
         self._largest = largest
-        self._memory = memory
         self._output: Tensor | None = None  # hidden states of the head for the last step
         # By slot, the row of `_output` after the newest token.
         self._rows = np.zeros(len(network.table.num_tokens), np.int64)
@@ -124,9 +117,7 @@ class CachedHeadDrafter(Drafter):
         lengths = network.table.num_tokens[slots].astype(np.int64)
         chosen = (-rows.limits).argsort(kind="stable")  # rows with most drafts first
         counts = rows.limits[chosen]
-        guessing = Guessing(
-            self._sampler, self._sampling, rows, chosen, lengths, rows.limits, self._memory
-        )
+        guessing = Guessing(self._sampling, rows, chosen, lengths, rows.limits)
         hidden = output.index_select(0, upload(self._rows[slots[chosen]], output.device))
         logits = network.head.logits(hidden)
         first = StepOutput(hidden, logits, *self._largest(logits))
@@ -141,5 +132,4 @@ class CachedHeadDrafter(Drafter):
                 if depth > 1:
                     step = forwards.follow(tokens)
                 tokens = guessing.draft(depth, *network.logits(step))
-        drafts = guessing.by_row(len(slots))
-        return Drafts(rows.limits, drafts[drafts != NONE], probs=guessing.probs)
+        return guessing.proposal(guessing.by_row())

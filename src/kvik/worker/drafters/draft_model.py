@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvik.attention.base import StepLayout
+from kvik.frozen import frozen
 from kvik.kernels.ops import Draws
 from kvik.kernels.upload import upload
 from kvik.nn.kv_formats import NO_STATES, States
@@ -364,6 +365,20 @@ NONE = -1  # no token
 Tokens = np.ndarray | Tensor  # int64 on the host; or on a GPU, so that the host need not wait
 
 
+@frozen
+class DraftSampling:
+    """What draws drafts.
+
+    Attributes:
+        table: of the target.
+        memory: bytes that sampling may take in addition to logits and probabilities.
+    """
+
+    sampler: Sampler
+    table: SamplingTable
+    memory: int
+
+
 class Guessing:
     """Draws the drafts of each row, one position after the other.
 
@@ -379,41 +394,36 @@ class Guessing:
 
     def __init__(
         self,
-        sampler: Sampler,
-        sampling: SamplingTable,
+        sampling: DraftSampling,
         rows: DraftRows,
         chosen: np.ndarray,
         lengths: np.ndarray,
         counts: np.ndarray,
-        memory: int,
     ) -> None:
         """
         Args:
-            sampling: of the target.
             chosen: indices of the rows that get drafts, those that get more first. Rows of other
                 methods and attributes are in this order.
             lengths, counts: [all rows], tokens and drafts of each.
-            memory: bytes that sampling may take in addition to logits and probabilities.
         """
-        self._sampler = sampler
-        self._sampling = sampling
+        self._sampler, self._sampling = sampling.sampler, sampling.table
         self._chosen = chosen
         self._slots = slots = rows.slots[chosen]
-        self._counts = counts[chosen]
+        self._all_counts, self._counts = counts, counts[chosen]
         self._drafts = np.empty((len(slots), int(self._counts[0])), np.int64)
         self._drafts.fill(NONE)
         self._device_drafts: Tensor | None = None  # `_found` on the GPU, which then replaces it
         self.probs: Tensor | None = None
-        self._plain = sampling.plain(slots)
+        self._plain = self._sampling.plain(slots)
         if self._plain:
             return
         self._positions = lengths[chosen]
         self._first = (counts.cumsum() - counts)[chosen]  # row of `probs`
-        certain = sampling.must_match(slots)
+        certain = self._sampling.must_match(slots)
         self._keeps = not certain.all()
         self._streams = np.where(certain, SAMPLE, DRAFT)
-        self._at_once = sampling.rows_at_once(slots, memory, shares=True)
-        self._reads_output = sampling.reads_output(slots)
+        self._at_once = self._sampling.rows_at_once(slots, sampling.memory, shares=True)
+        self._reads_output = self._sampling.reads_output(slots)
         self._alike = _PLAIN  # parameters of the first `_planned` rows
         self._planned = 0
         self._uniforms: list[Tensor] = []  # random numbers of the remaining depths, next one last
@@ -454,11 +464,15 @@ class Guessing:
         """Return the drafts, waiting for a GPU: [rows, depths] int64, NONE where one has fewer."""
         return self._drafts if self._device_drafts is None else self._device_drafts.cpu().numpy()
 
-    def by_row(self, num_rows: int) -> np.ndarray:
+    def by_row(self) -> np.ndarray:
         """Return the same for all rows, in their order: [all rows, depths] int64."""
-        drafts = np.full((num_rows, self._drafts.shape[1]), NONE, np.int64)
+        drafts = np.full((len(self._all_counts), self._drafts.shape[1]), NONE, np.int64)
         drafts[self._chosen] = self.to_host()
         return drafts
+
+    def proposal(self, by_row: np.ndarray) -> Drafts:
+        """Return the drafts of all rows, given what `by_row` returns."""
+        return Drafts(self._all_counts, by_row[by_row != NONE], probs=self.probs)
 
     def _take(self, depth: int, begin: int, guess: Guess) -> None:
         """Store the drafts of the rows from `begin` on, and their probabilities."""
@@ -573,23 +587,17 @@ class DraftModel(Drafter):
     def __init__(
         self,
         network: DraftNetwork,
-        sampler: Sampler,
-        sampling: SamplingTable,
+        sampling: DraftSampling,
         pool_size: int,
         max_drafts: int,
-        memory: int,
     ) -> None:
         """
         Args:
-            sampling: of the target.
             pool_size: blocks of the target's pool.
             max_drafts: per request.
-            memory: bytes that sampling may take in addition to logits and probabilities.
         """
         self.network = network
-        self.sampler = sampler
         self._sampling = sampling
-        self._memory = memory
         self._table = network.table
         self._filled = FilledBlocks(network.table, pool_size)
         # Drafts of each slot whose K and V are computed after those of the known tokens.
@@ -626,17 +634,15 @@ class DraftModel(Drafter):
         if not depth_limit:
             return _none(len(slots))
         chosen = going[: np.count_nonzero(drafted)]
-        guessing = Guessing(
-            self.sampler, self._sampling, rows, chosen, lengths, counts, self._memory
-        )
+        guessing = Guessing(self._sampling, rows, chosen, lengths, counts)
         tokens = guessing.draft(0, *network.logits(output))
         for depth in range(1, depth_limit):
             output = forwards.follow(tokens)
             tokens = guessing.draft(depth, *network.logits(output))
-        drafts = guessing.by_row(len(slots))
+        drafts = guessing.by_row()
         self._ahead[slots, :depth_limit] = drafts
         self._ahead[slots, counts - 1] = NONE  # the last one has no K and V
-        return Drafts(counts, drafts[drafts != NONE], probs=guessing.probs)
+        return guessing.proposal(drafts)
 
     def _settle(self, slots: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Count accepted drafts whose K and V exist as computed.

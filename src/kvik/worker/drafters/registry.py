@@ -13,13 +13,19 @@ from torch import Tensor
 from kvik.config.config import ResolvedConfig
 from kvik.config.memory import SAMPLER_BYTES
 from kvik.config.speculative import EAGLE3, FORCED, MTP, ResolvedSpeculation
+from kvik.kernels.ops import Ops
 from kvik.models.gemma4 import ASSISTANT
 from kvik.models.model_spec import ModelSpec
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.assistant import AssistantDrafter
 from kvik.worker.drafters.base import Drafter
 from kvik.worker.drafters.cached_heads import CachedHeadDrafter, CachedHeadNetwork
-from kvik.worker.drafters.draft_model import DraftModel, DraftNetwork, Vocabulary
+from kvik.worker.drafters.draft_model import (
+    DraftModel,
+    DraftNetwork,
+    DraftSampling,
+    Vocabulary,
+)
 from kvik.worker.drafters.eagle import EagleDrafter
 from kvik.worker.drafters.heads import (
     HeadTarget,
@@ -64,6 +70,10 @@ class DrafterParts:
     @property
     def device(self) -> torch.device:
         return self.platform.parts.device
+
+    def drawn_by(self, ops: Ops) -> DraftSampling:
+        """Return what draws drafts with some operations."""
+        return DraftSampling(Sampler(ops), self.sampling, SAMPLER_BYTES[self.device.type])
 
     def rows(self, function: RowFunction, more: Sequence[Tensor] = ()) -> RowGraph:
         """Return the graph that runs draft heads.
@@ -148,14 +158,8 @@ def _draft_model(parts: DrafterParts) -> Drafter:
         spec.max_context,
         network.states,
     )
-    return DraftModel(
-        draft,
-        Sampler(network.ops),
-        parts.sampling,
-        config.cache.pool_size,
-        chosen.num_draft_tokens,
-        SAMPLER_BYTES[parts.device.type],
-    )
+    sampling = parts.drawn_by(network.ops)
+    return DraftModel(draft, sampling, config.cache.pool_size, chosen.num_draft_tokens)
 
 
 def _cached_head(parts: DrafterParts) -> Drafter:
@@ -177,8 +181,8 @@ def _cached_head(parts: DrafterParts) -> Drafter:
         sizes.tokens,
         spec.max_context,
     )
-    memory, ops = SAMPLER_BYTES[parts.device.type], parts.network.ops
-    return CachedHeadDrafter(reading, Sampler(ops), parts.sampling, ops.largest, memory)
+    ops = parts.network.ops
+    return CachedHeadDrafter(reading, parts.drawn_by(ops), ops.largest)
 
 
 def _assistant(parts: DrafterParts) -> Drafter:
@@ -188,9 +192,7 @@ def _assistant(parts: DrafterParts) -> Drafter:
         drafting,
         *parts.steps(drafting, spec, StepSizes.of_drafting(parts.config)),
         parts.table,
-        Sampler(drafting.ops),
-        parts.sampling,
-        SAMPLER_BYTES[parts.device.type],
+        parts.drawn_by(drafting.ops),
     )
 
 
