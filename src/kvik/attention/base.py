@@ -328,16 +328,12 @@ class AttendLatent:
 
 @dataclass(frozen=True, slots=True)
 class BackendCaps:
-    """The abilities of a backend as data, so that choosing one needs no trial run.
-
-    Attributes:
-        options: the options of `AttentionSpec` that it supports.
-    """
+    """The abilities of a backend as data, so that choosing one needs no trial run."""
 
     name: str
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
-    options: frozenset[str] = OPTIONS
+    options: frozenset[str] = OPTIONS  # the options of `AttentionSpec` that it supports
 
     def check(self, spec: AttentionSpec) -> None:
         """Raise `ConfigError` if the backend lacks an option that a layer needs."""

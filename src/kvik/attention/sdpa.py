@@ -123,18 +123,13 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """Queries of decoding rows.
-
-    Attributes:
-        tokens: [rows] int64, flat index of each query; None: the step's tokens in order.
-        keys: [rows * width] int64, KV positions.
-        mask: [rows, 1, 1, width], or None if every key is visible.
-    """
+    """Queries of decoding rows."""
 
     width: int
+    # [rows] int64, flat index of each query; None: the step's tokens in order.
     tokens: Tensor | None
-    keys: Tensor
-    mask: Tensor | None
+    keys: Tensor  # [rows * width] int64, KV positions
+    mask: Tensor | None  # [rows, 1, 1, width], or None if every key is visible
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,20 +30,13 @@ from kvik.core.types import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beam:
-    """An output, as its last token and the output before it.
+    """An output, as its last token and the output before it."""
 
-    Attributes:
-        index: of the request that computed the token, in its round.
-        before: None: the token is the first.
-        logprob: sum of the log probabilities of all tokens.
-        length: number of tokens.
-    """
-
-    index: int
-    before: Beam | None
+    index: int  # of the request that computed the token, in its round
+    before: Beam | None  # None: the token is the first
     token: TokenLogprobs
-    logprob: float
-    length: int
+    logprob: float  # sum of the log probabilities of all tokens
+    length: int  # number of tokens
 
     def tokens(self) -> list[TokenLogprobs]:
         """Return all tokens, in order."""
@@ -57,17 +50,12 @@ class Beam:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ended:
-    """An output that has ended.
+    """An output that has ended."""
 
-    Attributes:
-        beam: None: it has no tokens.
-        complete: it is a structured text that ended without a stop token.
-    """
-
-    beam: Beam | None
+    beam: Beam | None  # None: it has no tokens
     score: float
     reason: FinishReason
-    complete: bool = False
+    complete: bool = False  # it is a structured text that ended without a stop token
 
 
 class BeamSearch:

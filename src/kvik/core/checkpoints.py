@@ -27,16 +27,11 @@ from kvik.core.types import FinishReason, Request
 
 @dataclass(frozen=True, slots=True)
 class StateCheckpoint:
-    """A copy that a plan makes. It can be found once the result of that step is known.
-
-    Attributes:
-        num_tokens: tokens of the request that the state covers; whole blocks.
-        index: of the copy, among all.
-    """
+    """A copy that a plan makes. It can be found once the result of that step is known."""
 
     request: Request
-    num_tokens: int
-    index: int
+    num_tokens: int  # tokens of the request that the state covers; whole blocks
+    index: int  # of the copy, among all
 
 
 class CheckpointTable:

@@ -19,50 +19,34 @@ POLICIES = (
 
 @dataclass(frozen=True, slots=True)
 class TierSizes:
-    """Where blocks are kept beyond the KV cache.
+    """Where blocks are kept beyond the KV cache."""
 
-    Attributes:
-        page_bytes: of one block of each KV group, header included; then of a page of states, if
-            layers keep any.
-        state_pages: pages that hold the states of a request; 0: no layer keeps a state.
-        memory: pages in the memory tier; 0: there is none.
-        disk: bytes of the disk tier; 0: there is none.
-        peers: pages can be loaded from other engines.
-        lends: other engines can load pages of the memory tier.
-    """
-
+    # Of one block of each KV group, header included; then of a page of states, if layers keep any.
     page_bytes: tuple[int, ...]
-    memory: int = 0
-    disk: int = 0
-    peers: bool = False
-    lends: bool = False
-    state_pages: int = 0
+    memory: int = 0  # pages in the memory tier; 0: there is none
+    disk: int = 0  # bytes of the disk tier; 0: there is none
+    peers: bool = False  # pages can be loaded from other engines
+    lends: bool = False  # other engines can load pages of the memory tier
+    state_pages: int = 0  # pages that hold the states of a request; 0: no layer keeps a state
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV cache: one pool of blocks shared by all groups.
-
-    Attributes:
-        num_blocks: blocks that requests can use.
-        pinned_share: share of the blocks that all tenants together may pin.
-        tenant_pinned_share: share of the blocks that one tenant may pin.
-        checkpoints: number of copies of states, apart from the states of running requests; None:
-            no layer keeps a state.
-        private: the data of a request is stored outside of its blocks, which only count its tokens,
-            so requests cannot share it.
-        tiers: None: blocks evicted from the KV cache are computed again.
-    """
+    """The KV cache: one pool of blocks shared by all groups."""
 
     block_size: int
-    num_blocks: int
+    num_blocks: int  # blocks that requests can use
     groups: tuple[KVGroup, ...]
     enable_prefix_caching: bool = True
-    pinned_share: float = 0.75
-    tenant_pinned_share: float = 0.5
+    pinned_share: float = 0.75  # share of the blocks that all tenants together may pin
+    tenant_pinned_share: float = 0.5  # share of the blocks that one tenant may pin
+    # Number of copies of states, apart from the states of running requests; None: no layer keeps a
+    # state.
     checkpoints: int | None = None
+    # The data of a request is stored outside of its blocks, which only count its tokens, so
+    # requests cannot share it.
     private: bool = False
-    tiers: TierSizes | None = None
+    tiers: TierSizes | None = None  # None: blocks evicted from the KV cache are computed again
 
     @property
     def salt(self) -> str:

@@ -46,20 +46,13 @@ WAIT_SECONDS = 0.05  # that a plan of moves alone waits for loads; requests may 
 
 @frozen
 class PageStore:
-    """A block to store as a page, or a part of a row of the pool of states.
-
-    Attributes:
-        parent: hash of the block before it, or of the prefix of a state.
-        block: for states, row of the pool * number of pages of a state + number of the page.
-        place: in the memory tier; `NOWHERE`: it is not stored there.
-        on_disk: whether to store it in the disk tier.
-    """
+    """A block to store as a page, or a part of a row of the pool of states."""
 
     key: PageKey
-    parent: bytes
-    block: int
-    place: int
-    on_disk: bool
+    parent: bytes  # hash of the block before it, or of the prefix of a state
+    block: int  # for states, row of the pool * number of pages of a state + number of the page
+    place: int  # in the memory tier; `NOWHERE`: it is not stored there
+    on_disk: bool  # whether to store it in the disk tier
 
 
 @frozen
@@ -81,14 +74,10 @@ class PageLoad:
 class PageLease:
     """Pages of the memory tier that another engine may fetch.
 
-    They stay where they are until the lease has ended.
-
-    Attributes:
-        pages: key, hash of the block before, place.
-    """
+    They stay where they are until the lease has ended."""
 
     name: str
-    pages: list[tuple[PageKey, bytes, int]]
+    pages: list[tuple[PageKey, bytes, int]]  # key, hash of the block before, place
 
 
 @frozen
@@ -121,19 +110,13 @@ class Moved:
 @frozen
 class BudgetCut:
     """A move of the tokens that the layers of a group keep (`spec.kv.Budget`) to other blocks, once
-    a request has computed more than that.
-
-    Attributes:
-        end: number of computed tokens.
-        first_key: the kept tokens take the places from here up to `end`.
-        block_ids: new entries of the table, from block `first_key // block_size` on.
-    """
+    a request has computed more than that."""
 
     slot: int
     group: int
-    end: int
-    first_key: int
-    block_ids: list[int]
+    end: int  # number of computed tokens
+    first_key: int  # the kept tokens take the places from here up to `end`
+    block_ids: list[int]  # new entries of the table, from block `first_key // block_size` on
 
 
 @frozen
@@ -176,18 +159,13 @@ class SchedulerOutput:
 
 @frozen
 class DraftTimes:
-    """Seconds of speculation in a step.
+    """Seconds of speculation in a step."""
 
-    Attributes:
-        proposing: time to make the drafts of the step, even if none result.
-        checking: `proposing` plus the step itself, without making drafts of the next one. 0.0 if no
-            drafts were made, the step had chunks of prompts, or `plain` is unknown.
-        plain: measured time of steps without drafts for the same number of tokens.
-    """
-
-    proposing: float
+    proposing: float  # time to make the drafts of the step, even if none result
+    # `proposing` plus the step itself, without making drafts of the next one. 0.0 if no drafts were
+    # made, the step had chunks of prompts, or `plain` is unknown.
     checking: float = 0.0
-    plain: float = 0.0
+    plain: float = 0.0  # measured time of steps without drafts for the same number of tokens
 
 
 @frozen

@@ -58,32 +58,22 @@ class ReplicaReport:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaChoice:
-    """The replica that gets a request, by its number.
-
-    Attributes:
-        hit: pieces of the prompt that its cache is believed to hold.
-        seconds: its cost.
-    """
+    """The replica that gets a request, by its number."""
 
     replica: int
-    hit: int
-    seconds: float
+    hit: int  # pieces of the prompt that its cache is believed to hold
+    seconds: float  # its cost
 
 
 @dataclass(slots=True)
 class _Sent:
-    """A request that has not ended.
-
-    Attributes:
-        tokens: prompt tokens that the replica had to compute, as estimated.
-        begun: time of its first token.
-    """
+    """A request that has not ended."""
 
     choice: ReplicaChoice
     hashes: Sequence[bytes]
-    tokens: float
+    tokens: float  # prompt tokens that the replica had to compute, as estimated
     sent: float
-    begun: float | None = None
+    begun: float | None = None  # time of its first token
 
 
 class _Mean:

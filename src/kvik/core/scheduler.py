@@ -43,31 +43,20 @@ from kvik.core.work import WorkMeter
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A step, from the beginning of its planning until its result.
-
-    Attributes:
-        requests: of the plan's rows.
-        planned: when it was planned.
-        num_tokens: of all rows, once the plan is complete.
-        num_chunks: rows that are part of a prompt.
-        prefixes: hashes of the prompt blocks that it fills.
-        num_waiters: requests that could have a row but wait for a prefix that is being computed.
-        made_room: a request was preempted for another tenant before the step began.
-        preempted: a request lost its blocks to a row of the step.
-        short: there were too few blocks for a request that could have had a row.
-        checkpoints: copies of states that the plan makes, which are not published yet.
-    """
+    """A step, from the beginning of its planning until its result."""
 
     plan: SchedulerOutput
-    planned: float
-    requests: list[Request] = field(default_factory=list)
-    num_tokens: int = 0
-    num_chunks: int = 0
-    prefixes: set[bytes] = field(default_factory=set)
+    planned: float  # when it was planned
+    requests: list[Request] = field(default_factory=list)  # of the plan's rows
+    num_tokens: int = 0  # of all rows, once the plan is complete
+    num_chunks: int = 0  # rows that are part of a prompt
+    prefixes: set[bytes] = field(default_factory=set)  # hashes of the prompt blocks that it fills
+    # Requests that could have a row but wait for a prefix that is being computed.
     num_waiters: int = 0
-    made_room: bool = False
-    preempted: bool = False
-    short: bool = False
+    made_room: bool = False  # a request was preempted for another tenant before the step began
+    preempted: bool = False  # a request lost its blocks to a row of the step
+    short: bool = False  # there were too few blocks for a request that could have had a row
+    # Copies of states that the plan makes, which are not published yet.
     checkpoints: list[StateCheckpoint] = field(default_factory=list)
 
     def add_decodes(self, requests: list[Request]) -> None:

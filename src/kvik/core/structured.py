@@ -70,15 +70,10 @@ class Constraint:
 
 
 class TextMatcher(Protocol):
-    """The state of one answer in its grammar.
+    """The state of one answer in its grammar."""
 
-    Attributes:
-        ended: the answer is complete: nothing can follow it, or a token came that ends it.
-        num_surplus: tokens that came after its end.
-    """
-
-    ended: bool
-    num_surplus: int
+    ended: bool  # the answer is complete: nothing can follow it, or a token came that ends it
+    num_surplus: int  # tokens that came after its end
 
     def append(self, token: int) -> None:
         """Advance by a token of the answer, or by one after its end.

@@ -71,20 +71,13 @@ class DraftCounts:
     """How many drafts were computed, and how many of them were accepted.
 
     The place of a draft is the number of drafts before it. In a tree only those on the path to it
-    count, so drafts of the same depth have the same place.
+    count, so drafts of the same depth have the same place."""
 
-    Attributes:
-        rows: rows of steps (one per request) with drafts.
-        drafts: computed in these rows.
-        accepted: of these drafts.
-        at: [i] rows with at least one draft at place i.
-        accepted_at: [i] rows with an accepted draft at place i, and so at all places before it.
-    """
-
-    rows: int = 0
-    drafts: int = 0
-    accepted: int = 0
-    at: list[int] = field(default_factory=list)
+    rows: int = 0  # rows of steps (one per request) with drafts
+    drafts: int = 0  # computed in these rows
+    accepted: int = 0  # of these drafts
+    at: list[int] = field(default_factory=list)  # [i] rows with at least one draft at place i
+    # [i] rows with an accepted draft at place i, and so at all places before it.
     accepted_at: list[int] = field(default_factory=list)
 
     def add(self, drafts: int, accepted: int, places: int | None = None) -> None:
@@ -394,21 +387,13 @@ def last_deltas(
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """What another engine needs to know to continue one of the n outputs of a request.
+    """What another engine needs to know to continue one of the n outputs of a request."""
 
-    Attributes:
-        output_token_ids: its tokens so far, all of them delivered.
-        seed: seed of its tokens.
-        source: where the computed pages are; None: they are computed again.
-        report: times and counts so far.
-        index: number of the output among the n.
-    """
-
-    output_token_ids: list[int]
-    seed: int
-    source: PageSource | None
-    report: RequestReport
-    index: int = 0
+    output_token_ids: list[int]  # its tokens so far, all of them delivered
+    seed: int  # seed of its tokens
+    source: PageSource | None  # where the computed pages are; None: they are computed again
+    report: RequestReport  # times and counts so far
+    index: int = 0  # number of the output among the n
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,20 +51,13 @@ Entry = Scalar | Sequence[Scalar]
 
 @dataclass(frozen=True, slots=True)
 class FileType:
-    """The block types of a file's matrices.
+    """The block types of a file's matrices."""
 
-    Attributes:
-        code: `general.file_type`.
-        usual: type of most matrices.
-        head: of the head, also if it is the embedding; None: usual.
-        embedding: of an embedding that is not the head; None: usual.
-        sensitive: of the value and down projections in half of the layers; None: usual.
-    """
-
-    code: int
-    usual: str
-    head: str | None = None
-    embedding: str | None = None
+    code: int  # `general.file_type`
+    usual: str  # type of most matrices
+    head: str | None = None  # of the head, also if it is the embedding; None: usual
+    embedding: str | None = None  # of an embedding that is not the head; None: usual
+    # Of the value and down projections in half of the layers; None: usual.
     sensitive: str | None = None
 
 

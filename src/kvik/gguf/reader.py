@@ -174,15 +174,11 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """The contents of a file's head, and of those of the other parts if it is split.
-
-    Attributes:
-        tensors: in the order of their data.
-    """
+    """The contents of a file's head, and of those of the other parts if it is split."""
 
     path: Path
     metadata: Metadata
-    tensors: tuple[GgufTensor, ...]
+    tensors: tuple[GgufTensor, ...]  # in the order of their data
 
     def tensor(self, name: str) -> GgufTensor | None:
         return next((tensor for tensor in self.tensors if tensor.name == name), None)

@@ -158,13 +158,9 @@ class TokenKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class GgufTokenizer:
-    """A tokenizer with its special tokens and chat template.
+    """A tokenizer with its special tokens and chat template."""
 
-    Attributes:
-        library: the tokenizer, which adds BOS and EOS if the file says so.
-    """
-
-    library: Tokenizer
+    library: Tokenizer  # the tokenizer, which adds BOS and EOS if the file says so
     bos_token: str | None
     eos_token: str | None
     chat_template: str | None

@@ -127,17 +127,12 @@ _NUMBERS = _INTEGERS | {ValueKind.FLOAT32, ValueKind.FLOAT64}
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Array:
-    """`count` values in `data` that are not yet decoded; their bounds were checked.
+    """`count` values in `data` that are not yet decoded; their bounds were checked."""
 
-    Attributes:
-        kind: of the values; arrays within arrays stay undecoded.
-        start: of the first one in `data`, the head of the file.
-    """
-
-    kind: ValueKind
+    kind: ValueKind  # of the values; arrays within arrays stay undecoded
     count: int
     data: bytearray
-    start: int
+    start: int  # of the first one in `data`, the head of the file
 
     @staticmethod
     def of(values: Sequence[object]) -> Array:

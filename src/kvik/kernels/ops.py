@@ -64,15 +64,10 @@ class Truncation:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """One draw for each of n rows.
+    """One draw for each of n rows."""
 
-    Attributes:
-        temperature: [n] float32, above 0.
-        uniforms: [n] float64 in [0, 1), multiples of 2^-53; each selects the token of its row.
-    """
-
-    temperature: Tensor
-    uniforms: Tensor
+    temperature: Tensor  # [n] float32, above 0
+    uniforms: Tensor  # [n] float64 in [0, 1), multiples of 2^-53; each selects the token of its row
     truncation: Truncation = field(default_factory=Truncation)
 
     def of(self, rows: Tensor) -> Draws:
@@ -106,15 +101,10 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """The tokens allowed in n rows of logits: the argument of `Ops.mask`.
+    """The tokens allowed in n rows of logits: the argument of `Ops.mask`."""
 
-    Attributes:
-        rows: [n] int64, each once.
-        words: [n, at least vocab / 32] int32: bit i % 32 of word i // 32 is token i's.
-    """
-
-    rows: Tensor
-    words: Tensor
+    rows: Tensor  # [n] int64, each once
+    words: Tensor  # [n, at least vocab / 32] int32: bit i % 32 of word i // 32 is token i's
 
 
 # An argument of `Ops.causal_conv` and `Ops.recurrence`, for layers that keep a state per request.

@@ -24,18 +24,13 @@ class Packing:
     layout(spec) -> the parts of such a matrix, without memory (device "meta")
     parts(matrix) -> its memory, bias included
     over(spec, parts) -> the matrix over the memory of these parts, with the shapes of `layout`.
-        Raises ValueError if their contents are invalid
+        Raises ValueError if their contents are invalid"""
 
-    Attributes:
-        name: changes whenever the bytes of a part do.
-        divided: `over` uses only some rows of the parts, so `parts` cannot return them.
-    """
-
-    name: str
+    name: str  # changes whenever the bytes of a part do
     layout: Callable[[MatrixSpec], Parts]
     parts: Callable[[Matrix], Parts]
     over: Callable[[MatrixSpec, Parts], Matrix]
-    divided: bool = False
+    divided: bool = False  # `over` uses only some rows of the parts, so `parts` cannot return them
 
 
 def check_order(order: Tensor) -> None:

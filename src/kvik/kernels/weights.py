@@ -334,16 +334,11 @@ class MatrixSpec:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A weight as one implementation of `Ops` stores it.
-
-    Attributes:
-        bias: [rows], in a dtype of the implementation's choice.
-        data: specific to the implementation.
-    """
+    """A weight as one implementation of `Ops` stores it."""
 
     spec: MatrixSpec
-    bias: Tensor | None
-    data: object
+    bias: Tensor | None  # [rows], in a dtype of the implementation's choice
+    data: object  # specific to the implementation
 
 
 @dataclass(frozen=True, slots=True)

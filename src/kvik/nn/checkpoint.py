@@ -154,17 +154,11 @@ def selected_bytes(entry: TensorEntry, selection: Selection) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorRun:
-    """A tensor, or the part of it that is read at once.
+    """A tensor, or the part of it that is read at once."""
 
-    Attributes:
-        name: of the tensor.
-        first: first row of the run, if the tensor is read in runs; else 0.
-        values: valid until the next run is requested.
-    """
-
-    name: str
-    first: int
-    values: Tensor
+    name: str  # of the tensor
+    first: int  # first row of the run, if the tensor is read in runs; else 0
+    values: Tensor  # valid until the next run is requested
 
 
 class Checkpoint(Protocol):
@@ -372,14 +366,10 @@ def layer_of(name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A `TensorRun` to be read.
-
-    Attributes:
-        entry: describes the part to read like a separate tensor.
-    """
+    """A `TensorRun` to be read."""
 
     first: int
-    entry: TensorEntry
+    entry: TensorEntry  # describes the part to read like a separate tensor
     spans: Spans
 
 

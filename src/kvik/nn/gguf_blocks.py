@@ -37,18 +37,13 @@ from kvik.spec.weights import loaded_kind
 
 @dataclass(frozen=True, slots=True)
 class BlockParts:
-    """The unpacked fields of blocks: w = code * scale, or w = code * scale - minimum.
+    """The unpacked fields of blocks: w = code * scale, or w = code * scale - minimum."""
 
-    Attributes:
-        codes: [rows, weights]; int8 around 0, or uint8 from 0 if there are minima. Those of IQ4
-            are uint8 and stand for the numbers of a table.
-        scales: [rows, groups] fp32; a group is the neighbouring weights that share a scale.
-        minima: [rows, groups] fp32; None: none.
-    """
-
+    # [rows, weights]; int8 around 0, or uint8 from 0 if there are minima. Those of IQ4 are uint8
+    # and stand for the numbers of a table.
     codes: Tensor
-    scales: Tensor
-    minima: Tensor | None = None
+    scales: Tensor  # [rows, groups] fp32; a group is the neighbouring weights that share a scale
+    minima: Tensor | None = None  # [rows, groups] fp32; None: none
 
     def weights(self) -> Tensor:
         """[rows, weights] fp32."""

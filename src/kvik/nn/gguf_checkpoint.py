@@ -198,18 +198,13 @@ class _Chunk:
 @dataclass(frozen=True, slots=True)
 class GgufCheckpoint:
     """The weights of a GGUF file; see `Checkpoint`. Floats are returned as they are, blocks as
-    bytes [rows, bytes of a row], which a weight format decodes.
-
-    Attributes:
-        tensors: by their names in checkpoints, in the order of the file.
-        changes: conversions between file and checkpoint, by names in checkpoints.
-        numbers: tensors of one number, which the metadata have.
-    """
+    bytes [rows, bytes of a row], which a weight format decodes."""
 
     file: GgufFile
-    tensors: Mapping[str, GgufTensor]
+    tensors: Mapping[str, GgufTensor]  # by their names in checkpoints, in the order of the file
+    # Conversions between file and checkpoint, by names in checkpoints.
     changes: Mapping[str, Change]
-    numbers: Mapping[str, float]
+    numbers: Mapping[str, float]  # tensors of one number, which the metadata have
 
     @property
     def facts(self) -> str:

@@ -322,23 +322,15 @@ def gguf_numbers(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, list[floa
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A tensor of a file, or an expert's part of one.
+    """A tensor of a file, or an expert's part of one."""
 
-    Attributes:
-        name: of the tensor in the file.
-        entries: the tensors of the checkpoint that it is made of.
-        shape: of the result.
-        make: computes it from their values; None: the values are copied, in runs of rows.
-        blocks: the block type if `make` returns bytes; "": it returns numbers.
-        expert: number of the expert; -1: it is a whole tensor.
-    """
-
-    name: str
-    entries: tuple[TensorEntry, ...]
-    shape: tuple[int, ...]
+    name: str  # of the tensor in the file
+    entries: tuple[TensorEntry, ...]  # the tensors of the checkpoint that it is made of
+    shape: tuple[int, ...]  # of the result
+    # Computes it from their values; None: the values are copied, in runs of rows.
     make: Callable[..., Tensor] | None = None
-    blocks: str = ""
-    expert: int = -1
+    blocks: str = ""  # the block type if `make` returns bytes; "": it returns numbers
+    expert: int = -1  # number of the expert; -1: it is a whole tensor
 
 
 UNREAD = "rotary_emb.inv_freq"  # of old checkpoints

@@ -30,17 +30,12 @@ Zeros = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """The KV cache of a model.
+    """The KV cache of a model."""
 
-    Attributes:
-        layers: the cache of each layer that stores keys and values, in order.
-        storages: [num_blocks, ...], all memory of the blocks, in dtypes that torch can copy.
-        positions: layer -> index in `layers`.
-    """
-
-    layers: tuple[LayerKV, ...]
+    layers: tuple[LayerKV, ...]  # the cache of each layer that stores keys and values, in order
+    # [num_blocks, ...], all memory of the blocks, in dtypes that torch can copy.
     storages: tuple[torch.Tensor, ...]
-    positions: Mapping[int, int]
+    positions: Mapping[int, int]  # layer -> index in `layers`
 
     def of(self, layer: int) -> LayerKV:
         """Return the cache of a layer."""
@@ -150,15 +145,10 @@ class LayerStates:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """The states of all layers.
+    """The states of all layers."""
 
-    Attributes:
-        pool: [rows, numbers] fp32; a row is the state of one request, or a copy of it.
-        layers: of each layer that keeps one, in order: views of the pool.
-    """
-
-    pool: torch.Tensor
-    layers: tuple[LayerStates, ...]
+    pool: torch.Tensor  # [rows, numbers] fp32; a row is the state of one request, or a copy of it
+    layers: tuple[LayerStates, ...]  # of each layer that keeps one, in order: views of the pool
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy rows: each source to its target, in order. A stage may have no layer with states."""

@@ -154,14 +154,10 @@ Change = LowRank | Whole
 
 @dataclass(frozen=True, slots=True)
 class MergedCheckpoint:
-    """A checkpoint with an adapter merged into it; see `Checkpoint`.
-
-    Attributes:
-        changes: by names of tensors; those of a tensor in order.
-    """
+    """A checkpoint with an adapter merged into it; see `Checkpoint`."""
 
     base: Checkpoint
-    changes: Mapping[str, Sequence[Change]]
+    changes: Mapping[str, Sequence[Change]]  # by names of tensors; those of a tensor in order
 
     @property
     def facts(self) -> str:
@@ -317,25 +313,18 @@ def _is_older(config: Fields) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LayerSlots:
-    """The slots of some layers that form one matrix.
+    """The slots of some layers that form one matrix."""
 
-    Attributes:
-        layers: their names in checkpoints.
-        ranks: the largest of each layer for which there is room.
-        width: the same of all together.
-        places: destinations of the first rows; see `nn.parts.Rows`.
-        pairs: A and B of each slot. The A of all layers are stacked, and their B are blocks of a
-            matrix, else of zeros; None: there is room for none.
-        expert: whose layers they are, and the number of experts, all of which have their pairs of a
-            slot in `pairs`.
-    """
-
-    layers: Sequence[str]
+    layers: Sequence[str]  # their names in checkpoints
     shapes: Sequence[LinearShape]
-    ranks: Sequence[int]
-    width: int
-    places: Tensor | None
+    ranks: Sequence[int]  # the largest of each layer for which there is room
+    width: int  # the same of all together
+    places: Tensor | None  # destinations of the first rows; see `nn.parts.Rows`
+    # A and B of each slot. The A of all layers are stacked, and their B are blocks of a matrix,
+    # else of zeros; None: there is room for none.
     pairs: ExpertSet | None
+    # Whose layers they are, and the number of experts, all of which have their pairs of a slot in
+    # `pairs`.
     expert: tuple[int, int] = (0, 1)
 
     def limits(self) -> Iterator[tuple[str, LinearShape, int]]:

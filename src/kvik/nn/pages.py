@@ -111,13 +111,9 @@ def _native() -> ModuleType | None:
 
 
 class GroupPages(Protocol):
-    """Copies a process's share of the blocks of one KV group from and to pages.
+    """Copies a process's share of the blocks of one KV group from and to pages."""
 
-    Attributes:
-        num_bytes: of a page, including the header.
-    """
-
-    num_bytes: int
+    num_bytes: int  # of a page, including the header
 
     def copy_out(self, blocks: Sequence[int], pages: np.ndarray, rows: Sequence[int]) -> None:
         """Copy blocks to rows of pages: [pages, at least num_bytes] uint8. The headers are left

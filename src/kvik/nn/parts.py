@@ -63,15 +63,10 @@ class FreshStorage:
 class Quantizer:
     """Converts the stored weight of a layer to the kind of its matrix, for any range of rows.
 
-    Weights that the checkpoint stores quantised are used as they are, or dequantised.
+    Weights that the checkpoint stores quantised are used as they are, or dequantised."""
 
-    Attributes:
-        kind: of the matrix.
-        layer: its name, for errors.
-    """
-
-    kind: WeightKind
-    layer: str
+    kind: WeightKind  # of the matrix
+    layer: str  # its name, for errors
 
     def __call__(self, weight: Weight) -> Weight:
         """

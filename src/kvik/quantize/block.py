@@ -32,19 +32,12 @@ WEIGHT, BIAS = ".weight", ".bias"
 
 @dataclass(frozen=True, slots=True)
 class BlockLinear:
-    """A linear layer of a block.
+    """A linear layer of a block."""
 
-    Attributes:
-        name: in the checkpoint.
-        matrix: number of the matrix that its rows are part of, with layers of the same inputs.
-        weight: [outputs, inputs] in the dtype of the checkpoint.
-        transposed: the checkpoint has [inputs, outputs].
-    """
-
-    name: str
-    matrix: int
-    weight: Tensor
-    transposed: bool
+    name: str  # in the checkpoint
+    matrix: int  # number of the matrix that its rows are part of, with layers of the same inputs
+    weight: Tensor  # [outputs, inputs] in the dtype of the checkpoint
+    transposed: bool  # the checkpoint has [inputs, outputs]
 
 
 def unwatched(matrix: int, x: Tensor) -> Tensor:

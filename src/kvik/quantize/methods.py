@@ -20,15 +20,10 @@ NARROW = 448.0  # the largest number of E4M3, which a static scale of 1 holds
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The calibration inputs of a matrix.
+    """The calibration inputs of a matrix."""
 
-    Attributes:
-        sample: [tokens, inputs], divided by the factors that were folded.
-        statistics: of all tokens, before that division.
-    """
-
-    sample: Tensor
-    statistics: InputStatistics
+    sample: Tensor  # [tokens, inputs], divided by the factors that were folded
+    statistics: InputStatistics  # of all tokens, before that division
 
 
 def quantise_layers(

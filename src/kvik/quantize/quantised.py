@@ -20,15 +20,10 @@ from kvik.quantize.recipe import ROW, TENSOR, Recipe
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The scales and zero points of a layer.
+    """The scales and zero points of a layer."""
 
-    Attributes:
-        scales: [outputs, groups] fp32; [1, 1] for a whole tensor.
-        zeros: like `scales`, uint8: the code of 0. None: 2^(bits-1) everywhere.
-    """
-
-    scales: Tensor
-    zeros: Tensor | None
+    scales: Tensor  # [outputs, groups] fp32; [1, 1] for a whole tensor
+    zeros: Tensor | None  # like `scales`, uint8: the code of 0. None: 2^(bits-1) everywhere.
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,18 +144,12 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 @dataclass(frozen=True, slots=True)
 class Float8:
-    """A layer in eight-bit floats: w = value * scale.
+    """A layer in eight-bit floats: w = value * scale."""
 
-    Attributes:
-        values: [outputs, inputs] E4M3 or E5M2.
-        scales: [blocks of outputs, blocks of inputs] fp32.
-        block: outputs and inputs that share a scale; 0: all of them.
-        input_scale: [1] fp32, static scale of its inputs; None: each token has its own.
-    """
-
-    values: Tensor
-    scales: Tensor
-    block: Block
+    values: Tensor  # [outputs, inputs] E4M3 or E5M2
+    scales: Tensor  # [blocks of outputs, blocks of inputs] fp32
+    block: Block  # outputs and inputs that share a scale; 0: all of them
+    # [1] fp32, static scale of its inputs; None: each token has its own.
     input_scale: Tensor | None = None
 
     def dequantised(self) -> Tensor:
@@ -257,16 +246,10 @@ class LayerResult:
 
 @dataclass(frozen=True, slots=True)
 class BlockResult:
-    """The result for one decoder block.
+    """The result for one decoder block."""
 
-    Attributes:
-        index: of the block.
-        layers: all linear layers, in the order of the model.
-        changed: other tensors into which factors were folded (norms, biases, weights of layers
-            that stay floats), by name, in the shape and dtype of the checkpoint. Tensors in neither
-            are unchanged.
-    """
-
-    index: int
-    layers: tuple[LayerResult, ...]
+    index: int  # of the block
+    layers: tuple[LayerResult, ...]  # all linear layers, in the order of the model
+    # Other tensors into which factors were folded (norms, biases, weights of layers that stay
+    # floats), by name, in the shape and dtype of the checkpoint. Tensors in neither are unchanged.
     changed: Mapping[str, Tensor]

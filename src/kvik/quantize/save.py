@@ -45,14 +45,10 @@ Config = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """How one linear layer is stored.
-
-    Attributes:
-        scales: dtype of stored scales, if the format does not fix it.
-    """
+    """How one linear layer is stored."""
 
     format: Awq | Gptq | PackQuantized | IntQuantized | Fp8
-    scales: torch.dtype
+    scales: torch.dtype  # dtype of stored scales, if the format does not fix it
 
     @property
     def num_bytes(self) -> int:

@@ -226,19 +226,13 @@ def _patterns(declared: Declaration, linear: DeclaredLinear) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model folder in plain floats.
-
-    Attributes:
-        tensors: all tensors of the checkpoint, by name.
-        layers: the linear layers of all blocks, by name.
-        block_scope: prefix of the names of a block's tensors, "model.layers.{}.".
-    """
+    """A model folder in plain floats."""
 
     folder: Path
     spec: ModelSpec
-    tensors: Mapping[str, Stored]
-    layers: Mapping[str, LinearShape]
-    block_scope: str
+    tensors: Mapping[str, Stored]  # all tensors of the checkpoint, by name
+    layers: Mapping[str, LinearShape]  # the linear layers of all blocks, by name
+    block_scope: str  # prefix of the names of a block's tensors, "model.layers.{}."
 
     def block(self, index: int) -> dict[str, Stored]:
         """Return the tensors of a block."""

@@ -47,17 +47,12 @@ def is_stack(layer: str, of_expert: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter that requests choose by its name.
-
-    Attributes:
-        folder: of its files.
-        digest: of its files. Requests share prefix blocks only if they have the same adapter.
-        changed_ns: times of their last changes. Unless one differs, nothing is read to compare.
-    """
+    """An adapter that requests choose by its name."""
 
     name: str
-    folder: str
-    digest: str
+    folder: str  # of its files
+    digest: str  # of its files. Requests share prefix blocks only if they have the same adapter.
+    # Times of their last changes. Unless one differs, nothing is read to compare.
     changed_ns: tuple[int, ...]
 
     @staticmethod

@@ -230,17 +230,11 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """Keeps copies of the residual stream before some layers, which draft heads read.
+    """Keeps copies of the residual stream before some layers, which draft heads read."""
 
-    Attributes:
-        layers: in ascending order.
-        copy: copies [tokens, hidden].
-        kept: the copies so far.
-    """
-
-    layers: tuple[int, ...]
-    copy: Callable[[Tensor], Tensor]
-    kept: list[Tensor] = field(default_factory=list)
+    layers: tuple[int, ...]  # in ascending order
+    copy: Callable[[Tensor], Tensor]  # copies [tokens, hidden]
+    kept: list[Tensor] = field(default_factory=list)  # the copies so far
 
     def see(self, layer: int, x: Tensor) -> None:
         """Take the residual stream x [tokens, hidden] before a layer."""
@@ -510,30 +504,21 @@ def stored_names(name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class DeclaredLinear:
-    """Linear layers over the same inputs, by their names in checkpoints.
+    """Linear layers over the same inputs, by their names in checkpoints."""
 
-    Attributes:
-        layer: the block's number; None: it is in no block.
-        outputs: of each name.
-        router: the router that chooses it, if it is an expert's.
-        mixed: rows of gate and up are interleaved, and the activation is not linear in up. Floats
-            are transposed.
-        transposed: the checkpoint stores [inputs, outputs].
-        tied: its weight is the embedding's, and the names are not in the checkpoint.
-        by_head: rows are stored KV head by KV head: its queries, its key, its value.
-    """
-
-    layer: int | None
+    layer: int | None  # the block's number; None: it is in no block
     role: Role
     names: tuple[str, ...]
     inputs: int
-    outputs: tuple[int, ...]
+    outputs: tuple[int, ...]  # of each name
     bias: bool
-    tied: bool = False
-    by_head: bool = False
-    router: Router | None = None
+    tied: bool = False  # its weight is the embedding's, and the names are not in the checkpoint
+    by_head: bool = False  # rows are stored KV head by KV head: its queries, its key, its value
+    router: Router | None = None  # the router that chooses it, if it is an expert's
+    # Rows of gate and up are interleaved, and the activation is not linear in up. Floats are
+    # transposed.
     mixed: bool = False
-    transposed: bool = False
+    transposed: bool = False  # the checkpoint stores [inputs, outputs]
 
     @property
     def adaptable(self) -> bool:
@@ -548,21 +533,16 @@ class DeclaredLinear:
 
 @dataclass(frozen=True, slots=True)
 class DeclaredNorm:
-    """A norm over `size` channels.
-
-    Attributes:
-        biased: it has a bias in addition to its gain.
-        before: the role of the matrices that read its output, possibly times a gate, if nothing
-            else reads it; else "". Their inputs may be several normalised vectors.
-        offset: added to the stored gain.
-    """
+    """A norm over `size` channels."""
 
     layer: int | None
     name: str
     size: int
-    biased: bool
+    biased: bool  # it has a bias in addition to its gain
+    # The role of the matrices that read its output, possibly times a gate, if nothing else reads
+    # it; else "". Their inputs may be several normalised vectors.
     before: Role
-    offset: float = 0.0
+    offset: float = 0.0  # added to the stored gain
 
     @property
     def num_parameters(self) -> int:
@@ -587,35 +567,25 @@ class DeclaredTable:
 @dataclass(frozen=True, slots=True)
 class DeclaredOther:
     """Parameters of a layer that are neither a matrix nor a norm: of a convolution, the correction
-    of a router, the sinks of attention.
-
-    Attributes:
-        shape: in the checkpoint; (): one dimension.
-        logarithm: it is the logarithm of the heads' decay rates.
-    """
+    of a router, the sinks of attention."""
 
     layer: int | None
     name: str
     num_parameters: int
-    shape: tuple[int, ...] = ()
-    logarithm: bool = False
+    shape: tuple[int, ...] = ()  # in the checkpoint; (): one dimension
+    logarithm: bool = False  # it is the logarithm of the heads' decay rates
 
 
 @dataclass(slots=True)
 class Declaration:
-    """Everything that a model declares, in order.
-
-    Attributes:
-        block: prefix of the names in a block; {} is its number.
-        skipped: prefixes of names that are not read.
-    """
+    """Everything that a model declares, in order."""
 
     linears: list[DeclaredLinear] = field(default_factory=list)
     norms: list[DeclaredNorm] = field(default_factory=list)
     tables: list[DeclaredTable] = field(default_factory=list)
     others: list[DeclaredOther] = field(default_factory=list)
-    block: str = ""
-    skipped: list[str] = field(default_factory=list)
+    block: str = ""  # prefix of the names in a block; {} is its number
+    skipped: list[str] = field(default_factory=list)  # prefixes of names that are not read
 
     @property
     def num_parameters(self) -> int:

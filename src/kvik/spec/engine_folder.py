@@ -50,13 +50,9 @@ CHUNK = 1 << 22  # bytes read at a time
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor is stored in the weights.
+    """Where a tensor is stored in the weights."""
 
-    Attributes:
-        offset: of its first byte.
-    """
-
-    offset: int
+    offset: int  # of its first byte
     dtype: str
     shape: tuple[int, ...]
 
@@ -67,15 +63,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A matrix or a plain tensor.
+    """A matrix or a plain tensor."""
 
-    Attributes:
-        kind: `WeightKind.name` of the matrix; "": a plain tensor.
-        parts: the tensors that make it up, by name.
-    """
-
-    kind: str
-    parts: Mapping[str, Place]
+    kind: str  # `WeightKind.name` of the matrix; "": a plain tensor
+    parts: Mapping[str, Place]  # the tensors that make it up, by name
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,18 +62,12 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """The feed-forward part of a layer with routed experts.
-
-    Attributes:
-        inner: width of an expert.
-        shared: width of the shared expert, an MLP for every token; 0: none.
-        gated: its output is multiplied by the sigmoid of a number per token.
-    """
+    """The feed-forward part of a layer with routed experts."""
 
     router: Router
-    inner: int
-    shared: int = 0
-    gated: bool = False
+    inner: int  # width of an expert
+    shared: int = 0  # width of the shared expert, an MLP for every token; 0: none
+    gated: bool = False  # its output is multiplied by the sigmoid of a number per token
 
     @property
     def active_width(self) -> int:

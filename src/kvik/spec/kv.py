@@ -134,19 +134,12 @@ SYNONYMS = {"fp8_e4m3": "fp8", "bfloat16": "bf16"}  # names in other engines
 
 @dataclass(frozen=True, slots=True)
 class KVFacts:
-    """A format of the KV cache.
+    """A format of the KV cache."""
 
-    Attributes:
-        name: as in `EngineConfig.kv_cache_dtype`.
-        bits: of a number.
-        scale_bytes: bytes of a vector's scale and zero point, if any.
-        meaning: how keys and values are stored, for help texts.
-    """
-
-    name: str
-    bits: int
-    scale_bytes: int
-    meaning: str
+    name: str  # as in `EngineConfig.kv_cache_dtype`
+    bits: int  # of a number
+    scale_bytes: int  # bytes of a vector's scale and zero point, if any
+    meaning: str  # how keys and values are stored, for help texts
 
     def vector_bytes(self, head_dim: int) -> int:
         """Return the bytes of K or V of one token and KV head, scale included."""

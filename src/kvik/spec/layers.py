@@ -52,20 +52,13 @@ MAX_QUERY_RANK = 1 << 20
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
     """Attention over latent vectors (multi-head latent attention, DeepSeek-V2, arXiv 2405.04434,
-    section 2.1): keys and values of all heads are computed from one vector per token.
+    section 2.1): keys and values of all heads are computed from one vector per token."""
 
-    Attributes:
-        rank: width of that vector.
-        rope: rotated channels of a key, shared by all heads.
-        nope: channels of a head's key that are computed from the vector.
-        value: channels of a head's value.
-        q_rank: width of the vector that queries are computed from; None: the hidden state itself.
-    """
-
-    rank: int
-    rope: int
-    nope: int
-    value: int
+    rank: int  # width of that vector
+    rope: int  # rotated channels of a key, shared by all heads
+    nope: int  # channels of a head's key that are computed from the vector
+    value: int  # channels of a head's value
+    # Width of the vector that queries are computed from; None: the hidden state itself.
     q_rank: int | None = None
 
     @property

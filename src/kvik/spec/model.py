@@ -23,18 +23,13 @@ SHORT_DTYPES: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16", "float
 
 @dataclass(frozen=True, slots=True)
 class LinearLayers:
-    """Equal linear layers of a model, each over `inputs` with `outputs`.
+    """Equal linear layers of a model, each over `inputs` with `outputs`."""
 
-    Attributes:
-        count: number of layers; each expert counts.
-        head: the layer computes the logits; it may share its weights with the embedding.
-        stored: how the checkpoint stores the parts of a layer; None: as floats.
-    """
-
-    count: int
+    count: int  # number of layers; each expert counts
     inputs: int
     outputs: int
-    head: bool = False
+    head: bool = False  # the layer computes the logits; it may share its weights with the embedding
+    # How the checkpoint stores the parts of a layer; None: as floats.
     stored: tuple[StoredScheme | None, ...] = (None,)
 
     @property
@@ -77,19 +72,12 @@ class ModelScales:
 
 @dataclass(frozen=True, slots=True)
 class FallbackFacts:
-    """Memory needs of a model that runs through transformers, found without its weights.
+    """Memory needs of a model that runs through transformers, found without its weights."""
 
-    Attributes:
-        parameters: number of weights; shared ones count once.
-        cache_numbers: numbers that a token adds to the cache of a request.
-        state_bytes: additional bytes per request, independent of its length.
-        scores: attention stores the scores of all pairs of a chunk, as in its "eager" form.
-    """
-
-    parameters: int
-    cache_numbers: int
-    state_bytes: int
-    scores: bool
+    parameters: int  # number of weights; shared ones count once
+    cache_numbers: int  # numbers that a token adds to the cache of a request
+    state_bytes: int  # additional bytes per request, independent of its length
+    scores: bool  # attention stores the scores of all pairs of a chunk, as in its "eager" form
 
 
 @dataclass(frozen=True)  # without slots, for cached properties: planning needs them many times

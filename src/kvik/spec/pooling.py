@@ -77,37 +77,23 @@ class PooledLayer:
 
 @dataclass(frozen=True, slots=True)
 class PoolingSpec:
-    """How a model makes a vector or a score of a prompt.
+    """How a model makes a vector or a score of a prompt."""
 
-    Attributes:
-        kind: one of `core.types.POOLINGS`, the model's trained pooling.
-        layers: over the pooled vector, in order.
-        scores: the result is a score of the prompt, not a vector.
-        score_tokens: the score is the logit of the first token, minus the logit of the second if
-            there is one; None: it is the output of the last layer.
-        function: of the score, one of `FUNCTIONS`.
-        dimensions: lengths to which vectors can be cut (Kusupati et al. 2022).
-        any_dimension: vectors can be cut to any length from the least of `dimensions`.
-        modules: folders of modules with separate weight files.
-        template: format of a pair of texts to score: "pair", the tokenizer's; or "qwen3",
-            Qwen3-Reranker's.
-        prompts: name -> text to put before texts.
-        default_prompt: name of the default prompt; "": none.
-        max_tokens: limit of a prompt below the network's own; None: no such limit.
-    """
-
-    kind: str
-    layers: tuple[PooledLayer, ...] = ()
-    scores: bool = False
+    kind: str  # one of `core.types.POOLINGS`, the model's trained pooling
+    layers: tuple[PooledLayer, ...] = ()  # over the pooled vector, in order
+    scores: bool = False  # the result is a score of the prompt, not a vector
+    # The score is the logit of the first token, minus the logit of the second if there is one;
+    # None: it is the output of the last layer.
     score_tokens: tuple[int, int | None] | None = None
-    function: str = "none"
-    dimensions: tuple[int, ...] = ()
-    any_dimension: bool = False
-    modules: tuple[str, ...] = ()
+    function: str = "none"  # of the score, one of `FUNCTIONS`
+    dimensions: tuple[int, ...] = ()  # lengths to which vectors can be cut (Kusupati et al. 2022)
+    any_dimension: bool = False  # vectors can be cut to any length from the least of `dimensions`
+    modules: tuple[str, ...] = ()  # folders of modules with separate weight files
+    # Format of a pair of texts to score: "pair", the tokenizer's; or "qwen3", Qwen3-Reranker's.
     template: str = "pair"
-    prompts: tuple[tuple[str, str], ...] = ()
-    default_prompt: str = ""
-    max_tokens: int | None = None
+    prompts: tuple[tuple[str, str], ...] = ()  # name -> text to put before texts
+    default_prompt: str = ""  # name of the default prompt; "": none
+    max_tokens: int | None = None  # limit of a prompt below the network's own; None: no such limit
 
     def width(self, hidden: int) -> int:
         """Return the length of a vector, given the length of hidden states."""

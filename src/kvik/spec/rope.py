@@ -18,21 +18,15 @@ MAX_FACTOR = 1e6
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding (Su et al. 2021) and its extension to longer contexts.
+    """Rotary position embedding (Su et al. 2021) and its extension to longer contexts."""
 
-    Attributes:
-        kind: "default", "linear" (position interpolation), "dynamic" (NTK-aware), "yarn"
-            (Peng et al. 2023), "llama3", "longrope" (Ding et al. 2024) or "proportional" (Gemma 4),
-            where only the first pairs of a head are rotated, with a whole head's frequencies.
-        theta: base of the frequencies.
-        factor: of the extension; unused by "default".
-        original_max_position: context length of training before the extension.
-    """
-
+    # "default", "linear" (position interpolation), "dynamic" (NTK-aware), "yarn" (Peng et al.
+    # 2023), "llama3", "longrope" (Ding et al. 2024) or "proportional" (Gemma 4), where only the
+    # first pairs of a head are rotated, with a whole head's frequencies.
     kind: str = "default"
-    theta: float = 10000.0
-    factor: float = 1.0
-    original_max_position: int = 0
+    theta: float = 10000.0  # base of the frequencies
+    factor: float = 1.0  # of the extension; unused by "default"
+    original_max_position: int = 0  # context length of training before the extension
     fraction: float = 1.0  # fraction of a head's channels that is rotated, the first ones
     interleaved: bool = False  # checkpoints store the pairs as neighbours, else in halves
     then_normed: bool = False  # heads are normalised after the rotation, else before

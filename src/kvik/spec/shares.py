@@ -50,22 +50,15 @@ class HeadShare:
 @dataclass(frozen=True, slots=True)
 class Between:
     """The dimension between two matrices of a layer that processes divide, so that each computes
-    its part alone (Shoeybi et al. 2019, section 3): attention heads, or channels of an MLP.
+    its part alone (Shoeybi et al. 2019, section 3): attention heads, or channels of an MLP."""
 
-    Attributes:
-        count: of query heads, or of channels.
-        width: channels of a head; or number of channels that are never divided.
-        kv_heads: number of KV heads; 0: the dimension is channels.
-        projections: of the first matrix, in order: whether it has query heads, not KV heads, and
-            the width of a head.
-        read: the matrix is the second one, which reads the dimension; else the first.
-    """
-
-    count: int
-    width: int
-    kv_heads: int = 0
+    count: int  # of query heads, or of channels
+    width: int  # channels of a head; or number of channels that are never divided
+    kv_heads: int = 0  # number of KV heads; 0: the dimension is channels
+    # Of the first matrix, in order: whether it has query heads, not KV heads, and the width of a
+    # head.
     projections: tuple[tuple[bool, int], ...] = ()
-    read: bool = False
+    read: bool = False  # the matrix is the second one, which reads the dimension; else the first
 
     def of_rank(self, rank: int, size: int) -> tuple[int, int]:
         """Return the channels that one process's part of the second matrix reads: first and end."""

@@ -236,32 +236,19 @@ LINEAR, REGEX = "Linear", "re:"  # the class of linear layers; prefix of a regul
 
 @dataclass(frozen=True, slots=True)
 class StoredScheme:
-    """How the weight of a linear layer is stored.
+    """How the weight of a linear layer is stored."""
 
-    Attributes:
-        layout: of its tensors; "int-quantized" and "fp8" have an element for each number.
-        group: number of inputs that share a scale; 0: all of them.
-        band: number of outputs that share a scale; 0: all of them.
-        symmetric: there are no zero points.
-        minima: groups have minima in place of zero points: w = q * scale - minimum.
-        ordered: act-order: a tensor gives the group of each input.
-        zeros_less_one: zero points are stored minus 1.
-        quantize_activations: inputs of integer weights are also quantised to 8 bits.
-        fp8_activations: quantisation of the inputs of fp8 weights.
-        e5m2: eight-bit floats are E5M2, else E4M3.
-    """
-
-    layout: Layout
+    layout: Layout  # of its tensors; "int-quantized" and "fp8" have an element for each number
     bits: int
-    group: int = 0
-    band: int = 1
-    symmetric: bool = True
-    minima: bool = False
-    ordered: bool = False
-    zeros_less_one: bool = False
-    quantize_activations: bool = False
-    fp8_activations: Rounding = "float"
-    e5m2: bool = False
+    group: int = 0  # number of inputs that share a scale; 0: all of them
+    band: int = 1  # number of outputs that share a scale; 0: all of them
+    symmetric: bool = True  # there are no zero points
+    minima: bool = False  # groups have minima in place of zero points: w = q * scale - minimum
+    ordered: bool = False  # act-order: a tensor gives the group of each input
+    zeros_less_one: bool = False  # zero points are stored minus 1
+    quantize_activations: bool = False  # inputs of integer weights are also quantised to 8 bits
+    fp8_activations: Rounding = "float"  # quantisation of the inputs of fp8 weights
+    e5m2: bool = False  # eight-bit floats are E5M2, else E4M3
 
     @property
     def in_runs(self) -> bool:
@@ -297,19 +284,13 @@ class StoredScheme:
 
 @dataclass(frozen=True, slots=True)
 class StoredRule:
-    """The scheme of some layers.
+    """The scheme of some layers."""
 
-    Attributes:
-        scheme: None: plain floats.
-        names: full names of layers.
-        within: names or parts of names, of one or more whole dot-separated components.
-        every: the rule applies to every layer.
-    """
-
-    scheme: StoredScheme | None
-    names: frozenset[str] = frozenset()
+    scheme: StoredScheme | None  # None: plain floats
+    names: frozenset[str] = frozenset()  # full names of layers
+    # Names or parts of names, of one or more whole dot-separated components.
     within: frozenset[str] = frozenset()
-    every: bool = False
+    every: bool = False  # the rule applies to every layer
 
     def fits(self, layer: str) -> bool:
         """Return whether the rule applies to a layer."""
@@ -321,19 +302,13 @@ class StoredRule:
 
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:
-    """How a checkpoint stores its linear layers.
+    """How a checkpoint stores its linear layers."""
 
-    Attributes:
-        method: `quant_method`.
-        rules: the first rule that applies to a layer decides; without one it is plain floats.
-        embeddings: the rules also apply to the token embedding; else it is plain floats.
-        kv_scales: the checkpoint has calibrated scales for a quantised KV cache.
-    """
-
-    method: str
+    method: str  # `quant_method`
+    # The first rule that applies to a layer decides; without one it is plain floats.
     rules: tuple[StoredRule, ...]
-    embeddings: bool = False
-    kv_scales: bool = False
+    embeddings: bool = False  # the rules also apply to the token embedding; else it is plain floats
+    kv_scales: bool = False  # the checkpoint has calibrated scales for a quantised KV cache
 
     def scheme(self, layer: str) -> StoredScheme | None:
         """Return the scheme of a linear layer, by its name in the checkpoint."""

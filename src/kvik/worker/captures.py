@@ -112,17 +112,11 @@ MAX_PADDING = 2  # a step is padded to at most this many times the size that fit
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A captured graph.
+    """A captured graph."""
 
-    Attributes:
-        replay: launches the same kernels again.
-        size: bytes of the device that the capture added.
-        free: free bytes of the device after it.
-    """
-
-    replay: Callable[[], None]
-    size: int
-    free: int
+    replay: Callable[[], None]  # launches the same kernels again
+    size: int  # bytes of the device that the capture added
+    free: int  # free bytes of the device after it
 
 
 class NotCaptured(Exception):

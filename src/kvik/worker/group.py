@@ -23,33 +23,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """Run a recorded forward over its inputs in the shared memory.
-
-    Attributes:
-        drafts: that of the network that drafts; see `EngineNetwork.drafting`.
-    """
+    """Run a recorded forward over its inputs in the shared memory."""
 
     tokens: int
     seqs: int
     samples: int
-    drafts: bool = False
+    drafts: bool = False  # that of the network that drafts; see `EngineNetwork.drafting`
 
 
 @dataclass(frozen=True, slots=True)
 class CutKeys:
-    """A cut of what the layers of a KV group keep of a request; see `BudgetCut`.
-
-    Attributes:
-        end: number of computed tokens.
-        source: [keys] int64, KV positions of all tokens of the request that they have.
-        target: [tokens] int64, KV positions for the kept tokens.
-    """
+    """A cut of what the layers of a KV group keep of a request; see `BudgetCut`."""
 
     group: int
     slot: int
-    end: int
-    source: bytes
-    target: bytes
+    end: int  # number of computed tokens
+    source: bytes  # [keys] int64, KV positions of all tokens of the request that they have
+    target: bytes  # [tokens] int64, KV positions for the kept tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,25 +63,17 @@ class SentStep:
 
 @dataclass(frozen=True, slots=True)
 class CaptureStep:
-    """Capture steps of a size in a group of torch.distributed; see `DecodeGraphs.capture`.
-
-    Attributes:
-        drafts: as in `RunStep`.
-    """
+    """Capture steps of a size in a group of torch.distributed; see `DecodeGraphs.capture`."""
 
     number: int
-    drafts: bool = False
+    drafts: bool = False  # as in `RunStep`
 
 
 @dataclass(frozen=True, slots=True)
 class WarmUpStep:
-    """Make the next call of the warm-up in such a group.
+    """Make the next call of the warm-up in such a group."""
 
-    Attributes:
-        drafts: as in `RunStep`.
-    """
-
-    drafts: bool = False
+    drafts: bool = False  # as in `RunStep`
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +99,10 @@ class MoveTokens:
 
 @dataclass(frozen=True, slots=True)
 class ReadLogits:
-    """Compute the logits of the first rows of the shared memory.
-
-    Attributes:
-        drafts: by the network that drafts.
-    """
+    """Compute the logits of the first rows of the shared memory."""
 
     rows: int
-    drafts: bool = False
+    drafts: bool = False  # by the network that drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,15 +143,10 @@ class OpenPages:
 
 @dataclass(frozen=True, slots=True)
 class CopyPages:
-    """Copy this process's part of blocks of a KV group to rows of pages, or back.
+    """Copy this process's part of blocks of a KV group to rows of pages, or back."""
 
-    Attributes:
-        number: number to report when it is done.
-        load: copy from pages to blocks.
-    """
-
-    number: int
-    load: bool
+    number: int  # number to report when it is done
+    load: bool  # copy from pages to blocks
     group: int
     blocks: list[int]
     rows: list[int]
@@ -305,19 +278,13 @@ class OtherRanks(Followers, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """What a process needs to join its group.
-
-    Attributes:
-        memory: [bytes] uint8, shared by all.
-        ranks: set in the first process only.
-        file: path of the file by which processes of torch.distributed find each other.
-    """
+    """What a process needs to join its group."""
 
     rank: int
     size: int
-    memory: np.ndarray
-    ranks: OtherRanks | None = None
-    file: str = ""
+    memory: np.ndarray  # [bytes] uint8, shared by all
+    ranks: OtherRanks | None = None  # set in the first process only
+    file: str = ""  # path of the file by which processes of torch.distributed find each other
 
 
 class EarlierStages(Followers, Protocol):

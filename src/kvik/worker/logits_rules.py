@@ -135,19 +135,12 @@ class TokenRules(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """The token rules of a batch, flattened: entry i concerns logit [rows[i], ids[i]].
+    """The token rules of a batch, flattened: entry i concerns logit [rows[i], ids[i]]."""
 
-    Attributes:
-        bias: rows, ids, values to add.
-        allowed: rows, and the ids that stay possible in these rows.
-        restricted: [n] the rows that occur in `allowed`.
-        banned: rows, ids that become impossible.
-    """
-
-    bias: tuple[Tensor, Tensor, Tensor]
-    allowed: tuple[Tensor, Tensor]
-    restricted: Tensor
-    banned: tuple[Tensor, Tensor]
+    bias: tuple[Tensor, Tensor, Tensor]  # rows, ids, values to add
+    allowed: tuple[Tensor, Tensor]  # rows, and the ids that stay possible in these rows
+    restricted: Tensor  # [n] the rows that occur in `allowed`
+    banned: tuple[Tensor, Tensor]  # rows, ids that become impossible
 
     def apply(self, logits: Tensor) -> None:
         """Apply the rules to logits, [rows, vocab] float32, in place."""

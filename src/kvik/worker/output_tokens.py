@@ -33,19 +33,12 @@ from kvik.worker.step_inputs import Arrival, Copies
 
 @frozen
 class LaunchedTokens:
-    """Tokens that the device has or will have.
+    """Tokens that the device has or will have."""
 
-    Attributes:
-        token_ids: [rows] int64 on the device; meaningless in bad rows, but a valid id.
-        bad_rows: rows whose sampling could not be launched, and why.
-        parts: (first row, result) of rows that were sampled together.
-        arrival: of the tokens, and of the parts' tensors.
-    """
-
-    token_ids: Tensor
-    bad_rows: dict[int, str]
-    parts: list[tuple[int, Sampled]]
-    arrival: Arrival
+    token_ids: Tensor  # [rows] int64 on the device; meaningless in bad rows, but a valid id
+    bad_rows: dict[int, str]  # rows whose sampling could not be launched, and why
+    parts: list[tuple[int, Sampled]]  # (first row, result) of rows that were sampled together
+    arrival: Arrival  # of the tokens, and of the parts' tensors
 
     def read(self) -> Tokens:
         """Wait for the tokens and return them."""

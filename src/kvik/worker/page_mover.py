@@ -140,22 +140,15 @@ MakePageServer = Callable[[Callable[[PageKey, int], np.ndarray]], "PageServer"]
 
 @dataclass(frozen=True, slots=True)
 class TierParts:
-    """What the tiers of an engine consist of.
+    """What the tiers of an engine consist of."""
 
-    Attributes:
-        places: pages of the memory tier.
-        folder: None: there is no disk tier.
-        peers: None: no pages are fetched from other engines.
-        page_server: makes the server of pages for other engines, from a function that returns pages
-            of the memory tier; None: they get none.
-        at_once: a load is done when `begin` returns, for a replay.
-    """
-
-    places: int
-    folder: PageFolder | None = None
-    peers: Peers | None = None
+    places: int  # pages of the memory tier
+    folder: PageFolder | None = None  # None: there is no disk tier
+    peers: Peers | None = None  # None: no pages are fetched from other engines
+    # Makes the server of pages for other engines, from a function that returns pages of the memory
+    # tier; None: they get none.
     page_server: MakePageServer | None = None
-    at_once: bool = False
+    at_once: bool = False  # a load is done when `begin` returns, for a replay
 
 
 class PageMover:

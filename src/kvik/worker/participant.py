@@ -21,30 +21,21 @@ from kvik.worker.request_table import Expected
 
 @dataclass(slots=True, eq=False)
 class RunningStep:
-    """A step between `ModelRunner.begin` and `ModelRunner.finish`.
-
-    Attributes:
-        output: of its forward; None once it is not needed any more.
-        result: what the participants have written so far. They skip rows with an error.
-        launched: results of each participant's `launch`.
-        expected: its output tokens, while only the device knows them.
-        checked: which of its drafts were accepted; None: it has none, or they are not checked yet.
-        done: the result is complete.
-        failure: why it failed as a whole.
-        cuts: budget cuts before its forward.
-    """
+    """A step between `ModelRunner.begin` and `ModelRunner.finish`."""
 
     plan: SchedulerOutput
     started: float
     batch: InputBatch
+    # What the participants have written so far. They skip rows with an error.
     result: ModelRunnerOutput
-    output: StepOutput | None = None
-    launched: list[object] = field(default_factory=list)
-    expected: Expected | None = None
+    output: StepOutput | None = None  # of its forward; None once it is not needed any more
+    launched: list[object] = field(default_factory=list)  # results of each participant's `launch`
+    expected: Expected | None = None  # its output tokens, while only the device knows them
+    # Which of its drafts were accepted; None: it has none, or they are not checked yet.
     checked: CheckedDrafts | None = None
-    done: bool = False
-    failure: Exception | None = None
-    cuts: Sequence[CutKeys] = ()
+    done: bool = False  # the result is complete
+    failure: Exception | None = None  # why it failed as a whole
+    cuts: Sequence[CutKeys] = ()  # budget cuts before its forward
 
     def refuse(self, slots: Mapping[int, str]) -> None:
         """Note why the requests in some slots cannot continue."""

@@ -49,16 +49,11 @@ FETCH, RENEW, END = "fetch", "renew", "end"
 
 
 class PageRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A request to the engine that lends.
+    """A request to the engine that lends."""
 
-    Attributes:
-        action: `FETCH`, `RENEW` or `END`; the last two get no answer.
-        keys: keys of the pages to fetch.
-    """
-
-    action: str
+    action: str  # `FETCH`, `RENEW` or `END`; the last two get no answer
     lease: str
-    keys: list[PageKey] = []
+    keys: list[PageKey] = []  # keys of the pages to fetch
 
 
 class _LeasedPages:

@@ -23,18 +23,13 @@ from kvik.worker.step_inputs import Arrival, Copies
 
 @dataclass(slots=True)
 class _Pooled:
-    """The pooled vector of one prompt, in progress.
+    """The pooled vector of one prompt, in progress."""
 
-    Attributes:
-        kind: one of `POOLINGS`.
-        scored: the result is a score.
-        sums: [hidden] float64 sums over the chunks read so far, or their maxima in fp32; None: no
-            chunk was read.
-    """
-
-    kind: str
-    scored: bool
+    kind: str  # one of `POOLINGS`
+    scored: bool  # the result is a score
     num_prompt: int
+    # [hidden] float64 sums over the chunks read so far, or their maxima in fp32; None: no chunk was
+    # read.
     sums: np.ndarray | None = None
 
 
@@ -160,33 +155,21 @@ def _sum(before: np.ndarray | None, hidden: Tensor) -> np.ndarray:
 
 @dataclass(slots=True)
 class _ScoreRequest:
-    """Logprobs of one prompt, gathered chunk by chunk.
+    """Logprobs of one prompt, gathered chunk by chunk."""
 
-    Attributes:
-        top: how many of the most likely tokens to report for each position.
-        start: index of the first token to score.
-    """
-
-    top: int
-    start: int
+    top: int  # how many of the most likely tokens to report for each position
+    start: int  # index of the first token to score
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredChunk:
-    """Logprobs that the device has or will have.
+    """Logprobs that the device has or will have."""
 
-    Attributes:
-        row: row of the step.
-        request: log probabilities to which they are added.
-        arrival: arrival of `Scores.tensors`.
-        ends: it is the last chunk of the prompt.
-    """
-
-    row: int
-    request: _ScoreRequest
-    arrival: Arrival
-    ends: bool
+    row: int  # row of the step
+    request: _ScoreRequest  # log probabilities to which they are added
+    arrival: Arrival  # arrival of `Scores.tensors`
+    ends: bool  # it is the last chunk of the prompt
 
 
 class PromptLogprobs(Participant[list[ScoredChunk]]):

@@ -30,17 +30,12 @@ from kvik.worker.sampling_batch import Supposed
 @frozen
 class CheckedDrafts:
     """The rows of logits of a step whose tokens are output: one for each sampling row, and one for
-    each accepted draft.
+    each accepted draft."""
 
-    Attributes:
-        first: [sampling rows], the first row of logits of each.
-        rows: [tokens], the rows of logits whose tokens are output, grouped by sampling row.
-        lengths: [sampling rows], number of output tokens of each.
-    """
-
-    first: np.ndarray
+    first: np.ndarray  # [sampling rows], the first row of logits of each
+    # [tokens], the rows of logits whose tokens are output, grouped by sampling row.
     rows: np.ndarray
-    lengths: np.ndarray
+    lengths: np.ndarray  # [sampling rows], number of output tokens of each
 
     @property
     def newest(self) -> np.ndarray:
@@ -64,17 +59,11 @@ class CheckedDrafts:
 class Trees:
     """The rows of logits of requests whose drafts are the first nodes of a tree. A request with d
     drafts has d + 1 rows, one for each node, the root's first. Drafts in a tree are never sampled,
-    so a row's token is the same as without drafts.
+    so a row's token is the same as without drafts."""
 
-    Attributes:
-        tree: shared by all requests.
-        starts: [requests + 1] int64, first row of each.
-        judged: [rows] int64, the draft at each row's node; -1 at a root.
-    """
-
-    tree: DraftTree
-    starts: _Ids
-    judged: _Ids
+    tree: DraftTree  # shared by all requests
+    starts: _Ids  # [requests + 1] int64, first row of each
+    judged: _Ids  # [rows] int64, the draft at each row's node; -1 at a root
 
     @staticmethod
     def of(tree: DraftTree, counts: NDArray[np.integer], tokens: NDArray[np.integer]) -> Trees:

@@ -138,17 +138,11 @@ def _order(values: Tensor, ids: Tensor, top: int) -> Tensor:
 
 @frozen
 class Tokens:
-    """One token for each of some rows, on the host.
+    """One token for each of some rows, on the host."""
 
-    Attributes:
-        token_ids: [rows] int64; meaningless in bad rows.
-        bad_rows: rows that cannot be sampled, and why.
-        logprobs: by row, if requested.
-    """
-
-    token_ids: NDArray[np.int64]
-    bad_rows: dict[int, str] = field(default_factory=dict)
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    token_ids: NDArray[np.int64]  # [rows] int64; meaningless in bad rows
+    bad_rows: dict[int, str] = field(default_factory=dict)  # rows that cannot be sampled, and why
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by row, if requested
 
 
 @frozen

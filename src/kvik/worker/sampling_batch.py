@@ -18,51 +18,31 @@ _Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class RandomRows:
-    """Rows that draw a token instead of taking the most likely one.
+    """Rows that draw a token instead of taking the most likely one."""
 
-    Attributes:
-        rows: [n] int64; None: all rows of the batch.
-        draws: of these rows.
-    """
-
-    rows: Tensor | None
-    draws: Draws
+    rows: Tensor | None  # [n] int64; None: all rows of the batch
+    draws: Draws  # of these rows
 
 
 @dataclass(frozen=True, slots=True)
 class GuessedRows:
-    """Rows that check a sampled draft.
+    """Rows that check a sampled draft."""
 
-    Attributes:
-        rows: [m] int64, none of which is among `RandomRows`.
-        token_ids: [m] int64, the drafts.
-        probs: [m, vocab] float32, the distributions they were drawn from.
-        accept: [m] float64 uniform numbers that decide acceptance.
-        draws: of these rows; their uniform numbers choose the token if the draft is rejected.
-    """
-
-    rows: Tensor
-    token_ids: Tensor
-    probs: Tensor
-    accept: Tensor
-    draws: Draws
+    rows: Tensor  # [m] int64, none of which is among `RandomRows`
+    token_ids: Tensor  # [m] int64, the drafts
+    probs: Tensor  # [m, vocab] float32, the distributions they were drawn from
+    accept: Tensor  # [m] float64 uniform numbers that decide acceptance
+    draws: Draws  # of these rows; their uniform numbers choose the token if the draft is rejected
 
 
 @dataclass(frozen=True, slots=True)
 class TypicalRows:
-    """Rows that accept a draft if it is likely enough, even if another token was drawn.
+    """Rows that accept a draft if it is likely enough, even if another token was drawn."""
 
-    Attributes:
-        rows: [n] int64, some of `RandomRows`.
-        owners: [m] int64, index into `rows` that each draft is offered to.
-        token_ids: [m] int64, the drafts.
-        draws: of these rows.
-    """
-
-    rows: Tensor
-    owners: Tensor
-    token_ids: Tensor
-    draws: Draws
+    rows: Tensor  # [n] int64, some of `RandomRows`
+    owners: Tensor  # [m] int64, index into `rows` that each draft is offered to
+    token_ids: Tensor  # [m] int64, the drafts
+    draws: Draws  # of these rows
     rule: Typical
 
 
@@ -98,15 +78,10 @@ class SamplingBatch:
 @dataclass(frozen=True, slots=True)
 class Supposed:
     """Tokens that rows of a batch assume to be output, though no table has them: the drafts before
-    them. Entry i is a token of row `rows[i]`.
+    them. Entry i is a token of row `rows[i]`."""
 
-    Attributes:
-        rows: [m] int64, ascending.
-        tokens: [m] int64; tokens of a row are in order.
-    """
-
-    rows: _Ids
-    tokens: _Ids
+    rows: _Ids  # [m] int64, ascending
+    tokens: _Ids  # [m] int64; tokens of a row are in order
 
     def part(self, first: int, last: int) -> Supposed:
         """Return the entries of rows first..last - 1, as a separate batch."""

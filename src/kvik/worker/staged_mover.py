@@ -44,25 +44,16 @@ LEND_SECONDS = 2.0  # for pending copies of a page that another engine fetches
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A copy that was begun.
+    """A copy that was begun."""
 
-    Attributes:
-        number: copies are counted from 1, and end in this order.
-        seconds: returns how long it took, once it has ended.
-    """
-
-    number: int
-    seconds: Callable[[], float]
+    number: int  # copies are counted from 1, and end in this order
+    seconds: Callable[[], float]  # returns how long it took, once it has ended
 
 
 class PageCopies(Protocol):
-    """Copies between blocks and pages.
+    """Copies between blocks and pages."""
 
-    Attributes:
-        rows: the pages, [rows, bytes] uint8.
-    """
-
-    rows: np.ndarray
+    rows: np.ndarray  # the pages, [rows, bytes] uint8
 
     @property
     def lost(self) -> str:
@@ -107,16 +98,11 @@ class _Fetched:
 
 @dataclass(frozen=True, slots=True)
 class _Copying:
-    """Copies into blocks that may not have ended.
+    """Copies into blocks that may not have ended."""
 
-    Attributes:
-        number: of the last one.
-        staged: rows that they read, to free then.
-        parts: of each tier, the bytes, the time to get them, and the copies.
-    """
-
-    number: int
-    staged: list[int]
+    number: int  # of the last one
+    staged: list[int]  # rows that they read, to free then
+    # Of each tier, the bytes, the time to get them, and the copies.
     parts: list[tuple[str, int, float, list[Copied]]]
 
 

@@ -159,30 +159,19 @@ class SharedPool:
 
 @dataclass(frozen=True, slots=True)
 class CutMatrix:
-    """The rows of a matrix that this process multiplies.
+    """The rows of a matrix that this process multiplies."""
 
-    Attributes:
-        local: a matrix of only these rows, or without rows.
-        first: column of the product of the first one; for gate and up, in each of them.
-    """
-
-    local: Matrix
-    first: int
+    local: Matrix  # a matrix of only these rows, or without rows
+    first: int  # column of the product of the first one; for gate and up, in each of them
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a matrix that one process has.
+    """The part of a matrix that one process has."""
 
-    Attributes:
-        spec: of its rows, without biases.
-        first: see `CutMatrix`.
-        tiles: of this process, of `count` in total.
-    """
-
-    spec: MatrixSpec
-    first: int
-    tiles: slice
+    spec: MatrixSpec  # of its rows, without biases
+    first: int  # see `CutMatrix`
+    tiles: slice  # of this process, of `count` in total
     count: int
 
     def of(self, name: str, part: Tensor) -> Tensor:

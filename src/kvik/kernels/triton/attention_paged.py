@@ -60,20 +60,15 @@ class SequenceRun:
 
 @dataclass(frozen=True, slots=True)
 class PlannedLaunch:
-    """A launch without its tensors and the scale of scores.
-
-    Attributes:
-        numbers: the last numbers of the kernel; the merge kernel has no others.
-        options: options of `launch`.
-        parts: number of sequences whose results the next launch merges, and of results of each;
-            None: it merges nothing.
-    """
+    """A launch without its tensors and the scale of scores."""
 
     kernel: Any
     grid: tuple[int, ...]
-    numbers: tuple[int, ...]
+    numbers: tuple[int, ...]  # the last numbers of the kernel; the merge kernel has no others
     constants: tuple[Any, ...]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)  # options of `launch`
+    # Number of sequences whose results the next launch merges, and of results of each; None: it
+    # merges nothing.
     parts: tuple[int, int] | None = None
 
 
@@ -150,13 +145,9 @@ def runs_of(
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How scores of a layer are transformed; as in `AttentionSpec`.
+    """How scores of a layer are transformed; as in `AttentionSpec`."""
 
-    Attributes:
-        scale: > 0.
-    """
-
-    scale: float
+    scale: float  # > 0
     softcap: float | None = None
     sinks: Tensor | None = None
 

@@ -81,15 +81,10 @@ def block_at(blocks, order, pairs, block, count, BT: tl.constexpr):
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """Pairs grouped by expert.
+    """Pairs grouped by expert."""
 
-    Attributes:
-        order: [pairs] int32. Pair p is token p // active with the expert ids[p].
-        blocks: [3, count] int32; see `blocks_kernel`.
-    """
-
-    order: Tensor
-    blocks: Tensor
+    order: Tensor  # [pairs] int32. Pair p is token p // active with the expert ids[p].
+    blocks: Tensor  # [3, count] int32; see `blocks_kernel`
 
 
 def max_blocks(pairs: int, experts: int, size: int) -> int:

@@ -47,17 +47,11 @@ from kvik.spec.weight_kind import WeightKind
 
 @dataclass(slots=True)
 class Squares:
-    """The scales of square blocks of an E4M3 weight.
+    """The scales of square blocks of an E4M3 weight."""
 
-    Attributes:
-        scales: [rows / 128, inputs / 128 up to a multiple of 4] fp32, of each first row.
-        equal: for each block, whether all of its rows have these scales.
-        everywhere: whether that is true for all blocks. Known on the host, as it decides which
-            kernel multiplies.
-    """
-
-    scales: Tensor
-    equal: list[bool]
+    scales: Tensor  # [rows / 128, inputs / 128 up to a multiple of 4] fp32, of each first row
+    equal: list[bool]  # for each block, whether all of its rows have these scales
+    # Whether that is true for all blocks. Known on the host, as it decides which kernel multiplies.
     everywhere: bool = False
 
     def update(self, row_scales: Tensor, rows: int, first: int, last: int) -> None:

@@ -96,19 +96,12 @@ def product_of_blocks(
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """Support for E4M3 by a device and its libraries.
+    """Support for E4M3 by a device and its libraries."""
 
-    Attributes:
-        tensor_cores: they can multiply it.
-        rows: `product` and `product_of_wholes` can be called.
-        blocks: `product_of_blocks` can be called.
-        multiply: the function that multiplies.
-    """
-
-    tensor_cores: bool
-    rows: bool
-    blocks: bool
-    multiply: Product = scaled_mm
+    tensor_cores: bool  # they can multiply it
+    rows: bool  # `product` and `product_of_wholes` can be called
+    blocks: bool  # `product_of_blocks` can be called
+    multiply: Product = scaled_mm  # the function that multiplies
 
 
 def library_of(device: torch.device) -> Library:

@@ -200,20 +200,13 @@ SIGN = 0x80  # XOR with it converts between uint8 codes and int8 values
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """w[o, i] = (q[o, i] - zeros[o, g]) * scales[o, g], where g is the group of input i.
+    """w[o, i] = (q[o, i] - zeros[o, g]) * scales[o, g], where g is the group of input i."""
 
-    Attributes:
-        q: [outputs, inputs] uint8.
-        scales: [outputs, groups], any float dtype.
-        zeros: [outputs, groups] uint8; None: 2^(bits-1) everywhere.
-        bits: number of bits of a code.
-        groups: [inputs] integers, the group of each input; None: i // group size.
-    """
-
-    q: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    bits: int
+    q: Tensor  # [outputs, inputs] uint8
+    scales: Tensor  # [outputs, groups], any float dtype
+    zeros: Tensor | None  # [outputs, groups] uint8; None: 2^(bits-1) everywhere
+    bits: int  # number of bits of a code
+    # [inputs] integers, the group of each input; None: i // group size.
     groups: Tensor | None = None
 
 

@@ -20,18 +20,13 @@ if TYPE_CHECKING:
 @frozen
 class DraftRows:
     """Unfinished requests that sampled in this step and may get drafts for the next one. Their
-    sampled tokens are already in the tables.
+    sampled tokens are already in the tables."""
 
-    Attributes:
-        slots: [rows] int64 on the host, no slot twice.
-        limits: [rows] int64 on the host, most drafts for each; at least 1.
-        hidden: returns [rows, hidden], the model's last hidden state, normalised, from which the
-            newest token was sampled. Valid until the next step. Only drafters that need it should
-            call it, because the call takes as long as a whole lookup by other drafters.
-    """
-
-    slots: np.ndarray
-    limits: np.ndarray
+    slots: np.ndarray  # [rows] int64 on the host, no slot twice
+    limits: np.ndarray  # [rows] int64 on the host, most drafts for each; at least 1
+    # Returns [rows, hidden], the model's last hidden state, normalised, from which the newest token
+    # was sampled. Valid until the next step. Only drafters that need it should call it, because the
+    # call takes as long as a whole lookup by other drafters.
     hidden: Callable[[], Tensor]
 
 

@@ -367,16 +367,11 @@ Tokens = np.ndarray | Tensor  # int64 on the host; or on a GPU, so that the host
 
 @frozen
 class DraftSampling:
-    """What draws drafts.
-
-    Attributes:
-        table: of the target.
-        memory: bytes that sampling may take in addition to logits and probabilities.
-    """
+    """What draws drafts."""
 
     sampler: Sampler
-    table: SamplingTable
-    memory: int
+    table: SamplingTable  # of the target
+    memory: int  # bytes that sampling may take in addition to logits and probabilities
 
 
 class Guessing:

@@ -32,15 +32,10 @@ _ROOT = 0
 
 @dataclass(frozen=True, slots=True)
 class SuffixMatch:
-    """The most frequent continuation of a suffix.
+    """The most frequent continuation of a suffix."""
 
-    Attributes:
-        tokens: those that followed most often.
-        score: expected number of correct tokens, by the frequencies so far.
-    """
-
-    tokens: list[int]
-    score: float
+    tokens: list[int]  # those that followed most often
+    score: float  # expected number of correct tokens, by the frequencies so far
 
 
 NO_MATCH = SuffixMatch([], 0.0)
