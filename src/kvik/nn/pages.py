@@ -170,7 +170,6 @@ class HostPages:
         self._table = _table(self._parts, self._shares) if copies else None
 
     def copy_out(self, blocks: Sequence[int], pages: np.ndarray, rows: Sequence[int]) -> None:
-        """See `GroupPages.copy_out`."""
         if not self._writes:
             return
         if self._table is not None:
@@ -181,7 +180,6 @@ class HostPages:
             pages[to, first:end] = part[at].reshape(len(at), -1)
 
     def copy_in(self, pages: np.ndarray, rows: Sequence[int], blocks: Sequence[int]) -> None:
-        """See `GroupPages.copy_in`."""
         if self._table is not None:
             self._copy(blocks, pages, rows, load=True)
             return
@@ -191,7 +189,6 @@ class HostPages:
                 target[...] = pages[row, first:end].reshape(target.shape)
 
     def complete(self, blocks: Sequence[int]) -> bool:
-        """See `GroupPages.complete`."""
         return True
 
     def _copy(
@@ -230,7 +227,6 @@ class DevicePages:
         self._at_once = max(1, ASSEMBLED // self.num_bytes)  # pages at a time
 
     def copy_out(self, blocks: Sequence[int], pages: np.ndarray, rows: Sequence[int]) -> None:
-        """See `GroupPages.copy_out`."""
         for at, assembled, hosted in self._begin(pages, rows, blocks):
             for tensor, first in self._parts:
                 _within(assembled, tensor, first).copy_(tensor.index_select(0, at))
@@ -238,7 +234,6 @@ class DevicePages:
                 target.copy_(page[self._first :], non_blocking=True)
 
     def copy_in(self, pages: np.ndarray, rows: Sequence[int], blocks: Sequence[int]) -> None:
-        """See `GroupPages.copy_in`."""
         for at, assembled, hosted in self._begin(pages, rows, blocks):
             for page, source in zip(assembled, hosted, strict=True):
                 page[self._first :].copy_(source, non_blocking=True)
@@ -246,7 +241,6 @@ class DevicePages:
                 tensor.index_copy_(0, at, _within(assembled, tensor, first))
 
     def complete(self, blocks: Sequence[int]) -> bool:
-        """See `GroupPages.complete`."""
         return True
 
     def _begin(
@@ -295,7 +289,6 @@ class StatePages:
         self._loaded = np.zeros(rows * count, np.int64)  # [parts], how many tokens each covers
 
     def copy_out(self, blocks: Sequence[int], pages: np.ndarray, rows: Sequence[int]) -> None:
-        """See `GroupPages.copy_out`."""
         for block, row in zip(blocks, rows, strict=True):
             if self._covered is not None:
                 self._head(pages, row)[0] = self._covered[block // self._count]
@@ -303,7 +296,6 @@ class StatePages:
                 self._copy(block, pages, row, load=False)
 
     def copy_in(self, pages: np.ndarray, rows: Sequence[int], blocks: Sequence[int]) -> None:
-        """See `GroupPages.copy_in`."""
         for block, row in zip(blocks, rows, strict=True):
             if self._covered is not None:
                 self._loaded[block] = self._head(pages, row)[0]
@@ -361,17 +353,14 @@ class JoinedPages:
         self._both, self.num_bytes = (pages, others), others.num_bytes
 
     def copy_out(self, blocks: Sequence[int], pages: np.ndarray, rows: Sequence[int]) -> None:
-        """See `GroupPages.copy_out`."""
         for part in self._both:
             part.copy_out(blocks, pages, rows)
 
     def copy_in(self, pages: np.ndarray, rows: Sequence[int], blocks: Sequence[int]) -> None:
-        """See `GroupPages.copy_in`."""
         for part in self._both:
             part.copy_in(pages, rows, blocks)
 
     def complete(self, blocks: Sequence[int]) -> bool:
-        """See `GroupPages.complete`."""
         return all(part.complete(blocks) for part in self._both)
 
 

@@ -227,7 +227,6 @@ class ProcessCopies:
         return Copied(self._number, lambda: seconds)
 
     def done(self, number: int) -> bool:
-        """See `PageCopies.done`."""
         return self._memory.done(self._processes) >= number
 
     def settle(self) -> None:

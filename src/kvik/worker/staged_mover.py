@@ -148,7 +148,6 @@ class StagedPageMover(PageMover):
         self._job_pages = min(JOB_PAGES, max(1, staged // threads))  # enough rows for all threads
 
     def begin(self, plan: SchedulerOutput) -> None:
-        """See `PageMover.begin`."""
         self._look()
         super().begin(plan)
 

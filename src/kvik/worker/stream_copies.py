@@ -93,7 +93,6 @@ class StreamCopies:
         self._pending: deque[tuple[int, Mark]] = deque()  # number of a copy, and its end
 
     def copy(self, group: int, blocks: list[int], rows: list[int], *, load: bool) -> Copied:
-        """See `PageCopies.copy`."""
         self._number += 1
         begun = self._mark()
         copy_pages(self._pages, self.rows, CopyPages(self._number, load, group, blocks, rows))
@@ -102,7 +101,6 @@ class StreamCopies:
         return Copied(self._number, lambda: begun.elapsed_time(ended) / 1e3)
 
     def done(self, number: int) -> bool:
-        """See `PageCopies.done`."""
         while self._done < number and self._pending and self._pending[0][1].query():
             self._done = self._pending.popleft()[0]
         return self._done >= number

@@ -196,7 +196,6 @@ class Worker:
 
     @property
     def lost(self) -> str:
-        """See `Executor.lost`."""
         if self._runner is None:
             return ""
         network = self._runner.network
@@ -239,7 +238,6 @@ class Worker:
         return output
 
     def give_back(self, blocks: Sequence[int]) -> int:
-        """See `Executor.give_back`."""
         network = self._ready().network
         for processes in (network.ranks, network.earlier):
             if processes is not None:
@@ -248,7 +246,6 @@ class Worker:
         return self._give_back(network.kv.storages, blocks)
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
-        """See `Executor.load_adapter`."""
         network = self._ready().network
         assert network.adapters is not None
         with self._inference():
@@ -258,13 +255,11 @@ class Worker:
                 processes.ask(LoadAdapter(slot, adapter))
 
     def build_grammar(self, constraint: Constraint) -> Future[object]:
-        """See `Executor.build_grammar`."""
         if self._grammars is None:
             raise ParamError("structured", "this engine has no grammars")
         return self._grammars.begin(constraint)
 
     def idle_step(self) -> bool:
-        """See `Executor.idle_step`."""
         self._ready()
         with self._inference():
             remains = any(work.idle_step() for work in self._idle_work)

@@ -372,7 +372,6 @@ class TritonExperts:
         self._one_by_one = experts_by(matrices.linear)
 
     def expert_set(self, up: Sequence[Matrix], down: Sequence[Matrix]) -> ExpertSet:
-        """See `Ops.expert_set`."""
         has_kernel = _multiplied(up[0]) and _multiplied(down[0])
         tables = Tables(_table(up), _table(down)) if has_kernel else None
         return ExpertSet(tuple(up), tuple(down), tables)

@@ -368,7 +368,6 @@ class TritonMatrices:
             TORCH.pack_rows(matrix, first, weight)
 
     def linear(self, x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
-        """See `Ops.linear`."""
         spec, packed, kind = matrix.spec, matrix.data, matrix.spec.kind
         tokens = x.shape[0]  # len(x) takes four times as long
         if not tokens:
