@@ -16,10 +16,13 @@ from kvik.attention.base import (
     StepLayout,
 )
 from kvik.attention.indexed import Indexed
+from kvik.kernels.ops import Ops
 from kvik.spec.shares import HeadShare, share_of
 from kvik.spec.visible_keys import Window
 
 if TYPE_CHECKING:
+    from kvik.attention.cpu import CpuAttention
+    from kvik.kernels.cpu.group import Group
     from kvik.kernels.torch_group import TorchGroup
 
 
@@ -97,3 +100,42 @@ class SharedHeads(DividedHeads):
             return out
         widths = [(end - first) * dim for first, end in shares]
         return self._group.gather_columns(own_out.flatten(1), widths).view(tokens, heads, dim)
+
+
+class GroupAttention(DividedHeads):
+    """Attention divided by heads, with native kernels; all processes get all results."""
+
+    def __init__(self, backend: CpuAttention, ops: Ops, group: Group) -> None:
+        super().__init__(backend)
+        self._native, self._ops, self._group = backend, ops, group
+
+    def run(self, attend: Attend) -> Tensor:
+        tokens, heads, size = attend.q.shape
+        kv_heads = self.kv_heads(attend)
+        share = HeadShare.of(heads, kv_heads, self._group.rank, self._group.size)
+        part = own_heads(attend, share)
+        if part.k is not None and kv_heads < self._group.size:
+            part = replace(part, k=self._copied(part.k))  # rotated in place, but shared by others
+        out = self._group.take((tokens, heads, size), attend.q.dtype)
+        self._native.run_into(part, out[:, slice(*share.heads)])
+        self._group.exchange()
+        return out
+
+    def run_latent(self, attend: AttendLatent) -> Tensor:
+        tokens, heads, _ = attend.q.shape
+        mine = slice(*share_of(heads, self._group.rank, self._group.size))
+        part = replace(
+            attend,
+            q=attend.q[:, mine],
+            q_rope=attend.q_rope[:, mine],
+            k_rope=self._copied(attend.k_rope),
+        )
+        own_out = self._native.run_latent_by(self._ops, part)  # [tokens, own heads, value]
+        out = self._group.take((tokens, heads, own_out.shape[2]), own_out.dtype)
+        self._group.copy(own_out.flatten(1), out[:, mine].flatten(1))
+        self._group.exchange()
+        return out
+
+    def _copied(self, k: Tensor) -> Tensor:
+        """Return a copy of keys [tokens, heads, dim], which each process rotates in place."""
+        return self._ops.scaled(k.flatten(1), 1.0).view(k.shape)

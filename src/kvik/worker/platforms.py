@@ -279,7 +279,7 @@ class NativePlatform(Platform):
         setup: RankSetup | None = None,
     ) -> None:
         from kvik.attention.cpu import CpuAttention
-        from kvik.attention.cpu_group import GroupAttention
+        from kvik.attention.group import GroupAttention
         from kvik.kernels.cpu.buffers import zeros
         from kvik.kernels.cpu.group import Group, group_ops, group_packing, own_ops
         from kvik.kernels.cpu.matrix import TILES
