@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from kvik.core.block_pool import ContentChanges
+from kvik.core.step_clock import RunningRatio
 from kvik.core.types import derive_seed
 
 NEAR = 1.1  # costs up to this factor above the least count as equal
@@ -34,7 +35,6 @@ EXPECTED_SECONDS = 60.0  # for which what a request should have left in a cache 
 MAX_EXPECTED = 200_000  # pieces of prompts expected at a replica that reports nothing
 INITIAL_RATE = 1000.0  # tokens per second, assumed until a replica was measured
 FIRST_DECODING = 5.0  # seconds that a request decodes, assumed until the first has ended
-DECAY = 0.95  # weight of a measurement relative to the next newer one in the running means
 MIN_SECONDS = 1e-4  # for a measurement of a prompt: faster ones were computed before
 _MASK = (1 << 64) - 1
 
@@ -76,21 +76,6 @@ class _Sent:
     begun: float | None = None  # time of its first token
 
 
-class _Mean:
-    """A running mean of a ratio, such as tokens per second."""
-
-    def __init__(self) -> None:
-        self._over = self._under = 0.0
-
-    def note(self, over: float, under: float) -> None:
-        self._over = self._over * DECAY + over
-        self._under = self._under * DECAY + under
-
-    @property
-    def ratio(self) -> float | None:
-        return self._over / self._under if self._under else None
-
-
 class _Replica:
     """What is known of a replica.
 
@@ -119,11 +104,11 @@ class _Replica:
         self.kv_usage = 0.0
         self.told_rate: float | None = None
         self.rate: float | None = None
-        self.measured = _Mean()
+        self.measured = RunningRatio()
         self.last_begun = float("-inf")
         self.seconds = 0.0
         self.per_token = 1 / INITIAL_RATE
-        self.trust = _Mean()
+        self.trust = RunningRatio()
         self.trusted = 1.0
 
 
@@ -151,7 +136,7 @@ class ReplicaRouter:
         self._holders: dict[bytes, int] = {}  # bit i: replica i is believed to hold it
         self._available = 0  # the same bits
         self._sent: dict[str, _Sent] = {}
-        self._decoding = _Mean()
+        self._decoding = RunningRatio()
         self._common_rate = INITIAL_RATE
         self._num_chosen = 0
 

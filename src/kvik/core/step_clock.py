@@ -7,7 +7,23 @@ from itertools import islice
 
 HISTORY = 64  # steps kept per size, so that early ones, which may have compiled kernels, drop out
 SAMPLES = 16  # most recent steps per size that a lower bound is the fastest of
-DECAY = 0.95  # weight of a step relative to the next newer one in the running means
+DECAY = 0.95  # weight of a measurement relative to the next newer one in running ratios
+
+
+class RunningRatio:
+    """A ratio of two sums, such as tokens per second, to which newer measurements add more."""
+
+    def __init__(self) -> None:
+        self._over = self._under = 0.0
+
+    def note(self, over: float, under: float) -> None:
+        self._over = self._over * DECAY + over
+        self._under = self._under * DECAY + under
+
+    @property
+    def ratio(self) -> float | None:
+        """None before the first measurement."""
+        return self._over / self._under if self._under else None
 
 
 class StepClock:
@@ -23,8 +39,7 @@ class StepClock:
         # [k]: (seconds, tokens) of the last steps of more than 2^(k - 1) and up to 2^k tokens,
         # newest first.
         self._by_size: list[deque[tuple[float, int]]] = []
-        self._steps = self._step_seconds = 0.0
-        self._prefill_tokens = self._prefill_seconds = 0.0
+        self._step_seconds, self._prefill_rate = RunningRatio(), RunningRatio()
 
     def note(self, planned: float, done: float, tokens: int, *, prefill: bool) -> None:
         """Record a step that is done.
@@ -42,11 +57,9 @@ class StepClock:
         while len(self._by_size) <= size:
             self._by_size.append(deque(maxlen=HISTORY))
         self._by_size[size].appendleft((seconds, tokens))
-        self._steps = self._steps * DECAY + 1.0
-        self._step_seconds = self._step_seconds * DECAY + seconds
+        self._step_seconds.note(seconds, 1.0)
         if prefill:
-            self._prefill_tokens = self._prefill_tokens * DECAY + tokens
-            self._prefill_seconds = self._prefill_seconds * DECAY + seconds
+            self._prefill_rate.note(tokens, seconds)
 
     def skip(self, done: float) -> None:
         """Record the end of a failed step, or of one without rows; its duration does not count."""
@@ -55,14 +68,13 @@ class StepClock:
     @property
     def seconds_per_step(self) -> float | None:
         """Running mean of the last steps; None before the first."""
-        return self._step_seconds / self._steps if self._steps else None
+        return self._step_seconds.ratio
 
     @property
     def prefill_tokens_per_second(self) -> float | None:
         """Running mean over steps with chunks of prompts, their decoding rows included; None before
         the first."""
-        seconds = self._prefill_seconds
-        return self._prefill_tokens / seconds if seconds else None
+        return self._prefill_rate.ratio
 
     def at_least(self, tokens: int) -> float:
         """Return the seconds that a step of `tokens` tokens takes if it is as fast as the fastest
