@@ -145,7 +145,8 @@ PENALTY_BYTES, LOGPROB_BYTES = 32, 24
 
 
 class SamplingTable:
-    """Sampling parameters and state of the running requests, one row per slot."""
+    """Sampling parameters and state of the running requests, one row per slot. In its methods,
+    `slots` are those of the rows of a batch: [rows]."""
 
     def __init__(
         self,
@@ -268,11 +269,7 @@ class SamplingTable:
         return failed
 
     def structured(self, slots: NDArray[np.integer]) -> dict[int, TextMatcher]:
-        """Return the matchers of the structured texts of some requests, by row.
-
-        Args:
-            slots: [rows].
-        """
+        """Return the matchers of the structured texts of some requests, by row."""
         if not self._matchers:
             return {}
         pairs = ((row, self._matchers.get(slot)) for row, slot in enumerate(slots.tolist()))
@@ -280,21 +277,13 @@ class SamplingTable:
 
     def ended(self, slots: NDArray[np.integer]) -> dict[int, int]:
         """Return the structured texts that are complete: row -> how many tokens were appended after
-        the end.
-
-        Args:
-            slots: [rows].
-        """
+        the end."""
         matchers = self.structured(slots)
         return {row: matcher.num_surplus for row, matcher in matchers.items() if matcher.ended}
 
     def waits(self, slots: NDArray[np.integer]) -> bool:
         """Return whether the rules of any of these requests need its newest token before the
-        next one is sampled.
-
-        Args:
-            slots: [rows].
-        """
+        next one is sampled."""
         if self._needs_of(slots) & _Need.GRAMMAR:
             return True
         rules = self._token_rules
@@ -304,11 +293,7 @@ class SamplingTable:
 
     def must_match(self, slots: NDArray[np.integer]) -> NDArray[np.bool_]:
         """Return which of these requests must give the same tokens with and without drafts: greedy
-        requests, and those with a seed of their own. They must not get sampled drafts.
-
-        Args:
-            slots: [rows].
-        """
+        requests, and those with a seed of their own. They must not get sampled drafts."""
         greedy = self._needs[slots] & _Need.RANDOM == 0
         matching: NDArray[np.bool_] = self._seeded[slots] | greedy
         return matching
@@ -319,19 +304,11 @@ class SamplingTable:
         return int(np.bitwise_or.reduce(needs)) if np.count_nonzero(needs) else 0
 
     def plain(self, slots: NDArray[np.integer]) -> bool:
-        """Return whether these requests only need their most likely tokens.
-
-        Args:
-            slots: [rows].
-        """
+        """Return whether these requests only need their most likely tokens."""
         return not self._needs_of(slots)
 
     def reads_output(self, slots: NDArray[np.integer]) -> bool:
-        """Return whether rules of any of these requests depend on its output.
-
-        Args:
-            slots: [rows].
-        """
+        """Return whether rules of any of these requests depend on its output."""
         return self._needs_of(slots) & (_Need.PENALTIES | _Need.TOKEN_RULES | _Need.GRAMMAR) != 0
 
     def rows_at_once(
@@ -341,7 +318,6 @@ class SamplingTable:
         addition to their logits; at least one.
 
         Args:
-            slots: [rows].
             shares: the probabilities of all tokens are needed, not only a drawn token.
         """
         needs = self._needs_of(slots)
@@ -369,7 +345,6 @@ class SamplingTable:
         checked: each row then assumes that the drafts before it are accepted.
 
         Args:
-            slots: [rows].
             positions: [rows], index in its sequence of the token to be sampled.
             supposed: the drafts that each row follows.
             judged: sampled drafts, for rows that check them instead of drawing; or drafts that rows

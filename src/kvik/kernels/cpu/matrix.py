@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -82,6 +83,10 @@ TILE = 32  # outputs
 
 # MatrixKind
 F32, BF16, I8, I8_WEIGHT_ONLY, I4, I4_MIN, FP8, MXFP4, IQ4, FP4, NF4, BNB_FP4 = range(12)
+OTHER_KINDS: Mapping[str, int] = {
+    **{"bfloat16": BF16, "fp8": FP8, "mxfp4": MXFP4, "iq4": IQ4},
+    **{"nvfp4": FP4, "nf4": NF4, "bnb_fp4": BNB_FP4},
+}
 # By kind: inputs in four bytes of an output.
 INPUTS_PER_STEP = (1, 2, 4, 4, 8, 8, 4, 8, 8, 8, 8, 8)
 MAX_GROUP = 65536  # of inputs: integers are summed in 32 bits, over all inputs without groups
@@ -316,25 +321,11 @@ def ceil_div(a: int, b: int) -> int:
 
 def _number(kind: WeightKind) -> int:
     """Return the MatrixKind of arguments.hpp."""
-    match kind.codes:
-        case "int8":
-            return I8_WEIGHT_ONLY if kind.activations == "float" else I8
-        case "int4":
-            return I4_MIN if kind.offsets == "minima" else I4
-        case "fp8":
-            return FP8
-        case "mxfp4":
-            return MXFP4
-        case "iq4":
-            return IQ4
-        case "nvfp4":
-            return FP4
-        case "nf4":
-            return NF4
-        case "bnb_fp4":
-            return BNB_FP4
-        case _:
-            return BF16 if kind.codes == "bfloat16" else F32
+    if kind.codes == "int8":
+        return I8_WEIGHT_ONLY if kind.activations == "float" else I8
+    if kind.codes == "int4":
+        return I4_MIN if kind.offsets == "minima" else I4
+    return OTHER_KINDS.get(kind.codes, F32)
 
 
 def _arguments(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None]:
