@@ -21,45 +21,34 @@ from kvik.spec.visible_keys import Window
 
 @frozen
 class StepLayout:
-    """The tokens of one step and their places in the KV cache.
+    """The tokens of one step and their places in the KV cache."""
 
-    Attributes:
-        query_start_loc: [num_seqs + 1] int32, first token of each sequence in the flat batch.
-        seq_lens: [num_seqs] int32, keys of each sequence once this step's tokens are written.
-        block_table: [num_seqs, max_blocks] int32 for one KV group, padded with 0.
-        slot_mapping: [tokens] int64, KV position of each token: block_id * block_size + offset.
-        num_scheduled: query length of each sequence, on the host.
-        contexts: seq_lens on the host.
-        tree: [tokens] int64, or None where no sequence has a tree. 0 for tokens of plain sequences.
-            The tokens of a tree's sequence are its nodes: bit j of a token's word is set if the
-            j-th node is the token itself or one of its ancestors. A node of depth d (d ancestors in
-            the tree) attends as if only its path followed the cached keys: its position is that of
-            the first node plus d, and a window counts from there.
-        tree_words: tree on the host.
-        state_rows: [num_seqs] int32, row of each sequence's state, or of its last queries; None: no
-            layer keeps any.
-        state_pending, state_drafts: [num_seqs] int32, see `Sequences`; None: states have no drafts.
-        first_keys: [num_seqs] int32, the first key of each sequence that its queries see; None: 0,
-            or as the window says.
-        firsts: first_keys on the host; (): None.
-        adapters: [tokens] int64, number of each token's adapter, or `NO_ADAPTER`; None: no token
-            has one.
-    """
-
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    block_table: Tensor
+    query_start_loc: Tensor  # [num_seqs + 1] int32, first token of each sequence in the flat batch
+    seq_lens: Tensor  # [num_seqs] int32, keys of each sequence once this step's tokens are written
+    block_table: Tensor  # [num_seqs, max_blocks] int32 for one KV group, padded with 0
+    # [tokens] int64, KV position of each token: block_id * block_size + offset.
     slot_mapping: Tensor
-    num_scheduled: tuple[int, ...]
-    contexts: tuple[int, ...]
+    num_scheduled: tuple[int, ...]  # query length of each sequence, on the host
+    contexts: tuple[int, ...]  # seq_lens on the host
     block_size: int
+    # [tokens] int64, or None where no sequence has a tree. 0 for tokens of plain sequences. The
+    # tokens of a tree's sequence are its nodes: bit j of a token's word is set if the j-th node is
+    # the token itself or one of its ancestors. A node of depth d (d ancestors in the tree) attends
+    # as if only its path followed the cached keys: its position is that of the first node plus d,
+    # and a window counts from there.
     tree: Tensor | None = None
-    tree_words: tuple[int, ...] = ()
+    tree_words: tuple[int, ...] = ()  # tree on the host
+    # [num_seqs] int32, row of each sequence's state, or of its last queries; None: no layer keeps
+    # any.
     state_rows: Tensor | None = None
+    # state_pending, state_drafts: [num_seqs] int32, see `Sequences`; None: states have no drafts.
     state_pending: Tensor | None = None
     state_drafts: Tensor | None = None
+    # [num_seqs] int32, the first key of each sequence that its queries see; None: 0, or as the
+    # window says.
     first_keys: Tensor | None = None
-    firsts: tuple[int, ...] = ()
+    firsts: tuple[int, ...] = ()  # first_keys on the host; (): None
+    # [tokens] int64, number of each token's adapter, or `NO_ADAPTER`; None: no token has one.
     adapters: Tensor | None = None
 
     def first_key(self, sequence: int) -> int:
@@ -261,16 +250,12 @@ class Attend:
 class LatentUp:
     """Projections from latent vectors to keys and values of all heads (DeepSeek-V2, section 2.1.2).
     Backends either multiply queries and results by them, and so attend over the latent vectors
-    themselves ("absorbed"), or compute the keys and values.
+    themselves ("absorbed"), or compute the keys and values."""
 
-    Attributes:
-        keys: for `Ops.linear_each`, maps a head's query [nope] to [rank]. Transposed, it maps a
-            latent vector to the head's key.
-        values: for `Ops.linear_each`, maps a latent vector [rank] to the head's [value].
-    """
-
+    # For `Ops.linear_each`, maps a head's query [nope] to [rank]. Transposed, it maps a latent
+    # vector to the head's key.
     keys: Matrix
-    values: Matrix
+    values: Matrix  # for `Ops.linear_each`, maps a latent vector [rank] to the head's [value]
     rank: int
     value: int
 
@@ -286,29 +271,22 @@ class LatentUp:
 
 @frozen
 class AttendLatent:
-    """The inputs of attention over latent vectors in one layer and step (`LatentSpec`).
+    """The inputs of attention over latent vectors in one layer and step (`LatentSpec`)."""
 
-    Attributes:
-        q: [tokens, heads, nope], the part of queries for keys made from latent vectors.
-        q_rope: [tokens, heads, rope], the part of queries for keys with positions.
-        latent, k_rope: [tokens, rank] and [tokens, 1, rope], which the cache stores. A backend that
-            rotates q_rope and k_rope may overwrite them.
-        up: projections to keys and values.
-        kv, metadata, spec: see `Attend`; no norms.
-        rotation: [tokens, rope] fp32, only for q_rope and k_rope; None: no rotation.
-        choice: for each token the places in its sequence of the keys that it reads, ascending;
-            None: it reads all that it sees.
-    """
-
-    q: Tensor
-    q_rope: Tensor
+    q: Tensor  # [tokens, heads, nope], the part of queries for keys made from latent vectors
+    q_rope: Tensor  # [tokens, heads, rope], the part of queries for keys with positions
+    # latent, k_rope: [tokens, rank] and [tokens, 1, rope], which the cache stores. A backend that
+    # rotates q_rope and k_rope may overwrite them.
     latent: Tensor
     k_rope: Tensor
-    up: LatentUp
+    up: LatentUp  # projections to keys and values
+    # kv, metadata, spec: see `Attend`; no norms.
     kv: LayerKV
     metadata: AttentionMetadata
     spec: AttentionSpec
-    rotation: Tensor | None
+    rotation: Tensor | None  # [tokens, rope] fp32, only for q_rope and k_rope; None: no rotation
+    # For each token the places in its sequence of the keys that it reads, ascending; None: it reads
+    # all that it sees.
     choice: Sequence[Tensor] | None = None
 
     def turned(self, ops: Ops) -> tuple[Tensor, Tensor]:

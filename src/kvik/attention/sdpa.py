@@ -134,18 +134,13 @@ class DecodeBatch:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRow:
-    """A sequence with several queries.
+    """A sequence with several queries."""
 
-    Attributes:
-        start, end: its tokens in the flat batch.
-        keys: [width] int64, KV positions; None if there are only this step's tokens.
-        mask: [1, 1, end - start, width], or None for a plain causal square.
-    """
-
+    # start, end: its tokens in the flat batch.
     start: int
     end: int
-    keys: Tensor | None
-    mask: Tensor | None
+    keys: Tensor | None  # [width] int64, KV positions; None if there are only this step's tokens
+    mask: Tensor | None  # [1, 1, end - start, width], or None for a plain causal square
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,18 +49,13 @@ BlockKey = tuple[int, bytes]  # KV group, chained hash of the tokens up to the b
 
 @dataclass(frozen=True, slots=True)
 class ContentChanges:
-    """Changes of the contents of a pool since the previous `ContentChanges`.
+    """Changes of the contents of a pool since the previous `ContentChanges`."""
 
-    Attributes:
-        number: one more than the previous number.
-        stored, removed: hashes of blocks that became matchable, or stopped being so.
-        cleared: everything reported before is void.
-    """
-
-    number: int
+    number: int  # one more than the previous number
+    # stored, removed: hashes of blocks that became matchable, or stopped being so.
     stored: list[bytes]
     removed: list[bytes]
-    cleared: bool = False
+    cleared: bool = False  # everything reported before is void
 
 
 class ContentLog:

@@ -52,49 +52,34 @@ MIN_BACKLOG = 64  # blocks that may wait for the disk before they are looked at 
 
 @dataclass(slots=True)
 class MoveCounters:
-    """Totals since the start.
+    """Totals since the start."""
 
-    Attributes:
-        loaded_tokens: tokens that were loaded instead of computed.
-        load_choices, compute_choices: how often a request that could load did so, or did not
-            because computing was expected to be faster.
-        swapped_out: preemptions after which everything computed is in a tier.
-        swapped_in: preempted requests that resumed with pages of a tier.
-        given_up: loads that took longer than `LOAD_SECONDS`.
-        lent_tokens: tokens whose pages were kept for other engines.
-    """
-
-    loaded_tokens: int = 0
+    loaded_tokens: int = 0  # tokens that were loaded instead of computed
+    # load_choices, compute_choices: how often a request that could load did so, or did not because
+    # computing was expected to be faster.
     load_choices: int = 0
     compute_choices: int = 0
-    swapped_out: int = 0
-    swapped_in: int = 0
-    given_up: int = 0
-    lent_tokens: int = 0
+    swapped_out: int = 0  # preemptions after which everything computed is in a tier
+    swapped_in: int = 0  # preempted requests that resumed with pages of a tier
+    given_up: int = 0  # loads that took longer than `LOAD_SECONDS`
+    lent_tokens: int = 0  # tokens whose pages were kept for other engines
 
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """A load under way.
-
-    Attributes:
-        pages: key, block that the page is loaded into, tier; those of a state are last.
-        cached: blocks of the prefix that were cached already.
-        waiting: requests that wait for it, each with the status to restore.
-        num_tokens: tokens that it spares its first request; -1: do not publish the pages.
-        since: when it began.
-        source: where another engine serves pages of it.
-        state: hash of the prefix whose state is loaded, the checkpoint for it, and the number of
-            its pages; None: no state is loaded.
-    """
+    """A load under way."""
 
     ticket: int
+    # Key, block that the page is loaded into, tier; those of a state are last.
     pages: list[tuple[PageKey, int, str]]
-    cached: list[int]
-    num_tokens: int
-    since: float
-    source: PageSource | None = None
+    cached: list[int]  # blocks of the prefix that were cached already
+    num_tokens: int  # tokens that it spares its first request; -1: do not publish the pages
+    since: float  # when it began
+    source: PageSource | None = None  # where another engine serves pages of it
+    # Hash of the prefix whose state is loaded, the checkpoint for it, and the number of its pages;
+    # None: no state is loaded.
     state: tuple[bytes, int, int] | None = None
+    # Requests that wait for it, each with the status to restore.
     waiting: list[tuple[Request, RequestStatus]] = field(default_factory=list)
 
     @property

@@ -57,15 +57,11 @@ class PageStore:
 
 @frozen
 class PageLoad:
-    """Pages to copy into blocks that no request uses until that is done.
+    """Pages to copy into blocks that no request uses until that is done."""
 
-    Attributes:
-        ticket: a unique number. A load that is sent again has the same ticket.
-        pages: key, block (see `PageStore`), and place in the memory tier; `NOWHERE`: it is read
-            from the disk tier; `AT_PEER`: from `source`.
-    """
-
-    ticket: int
+    ticket: int  # a unique number. A load that is sent again has the same ticket.
+    # Key, block (see `PageStore`), and place in the memory tier; `NOWHERE`: it is read from the
+    # disk tier; `AT_PEER`: from `source`.
     pages: list[tuple[PageKey, int, int]]
     source: PageSource | None = None
 
@@ -170,14 +166,10 @@ class DraftTimes:
 
 @frozen
 class GraphCounts:
-    """CUDA graphs that are captured, and their memory.
+    """CUDA graphs that are captured, and their memory."""
 
-    Attributes:
-        captured: number of graphs.
-        taken, planned: bytes used, and bytes planned for them.
-    """
-
-    captured: int
+    captured: int  # number of graphs
+    # taken, planned: bytes used, and bytes planned for them.
     taken: int
     planned: int
 

@@ -204,18 +204,13 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class PageSource:
-    """Pages of a prompt that another engine keeps for a time.
+    """Pages of a prompt that another engine keeps for a time."""
 
-    Attributes:
-        host, port: where it serves them.
-        lease: its name for them.
-        num_tokens: how many tokens they hold, from the start of the request.
-    """
-
+    # host, port: where it serves them.
     host: str
     port: int
-    lease: str
-    num_tokens: int
+    lease: str  # its name for them
+    num_tokens: int  # how many tokens they hold, from the start of the request
 
 
 @dataclass(frozen=True, slots=True)

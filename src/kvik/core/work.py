@@ -20,37 +20,26 @@ class Work:
     """Totals since the start, of steps as they were planned.
 
     Tokens of the prompt, and of a chunk that resumes a preempted request, are prefill; a single
-    token of a row, with its drafts, is decode.
+    token of a row, with its drafts, is decode."""
 
-    Attributes:
-        mixed_steps: steps with a chunk of a prompt.
-        decode_steps: steps without.
-        decode_step_tokens: tokens of `decode_steps`.
-        prefill_tokens, decode_tokens: computed tokens, without those found in the prefix cache.
-        recomputed_tokens: prefill tokens computed again after a preemption.
-        logit_rows: positions whose logits were computed.
-        prefill_pairs, decode_pairs: (query, visible key) pairs, summed over the layers.
-        prefill_kv_bytes, decode_kv_bytes: lower bound of the bytes read from the KV cache: each row
-            of a step reads once what any of its queries sees.
-        queued_steps: steps after whose planning requests still waited.
-        block_short_steps: of those, steps that had no KV blocks for the next request.
-        slot_short_steps: of those, steps with `max_num_seqs` requests running.
-    """
-
-    mixed_steps: int = 0
-    decode_steps: int = 0
-    decode_step_tokens: int = 0
+    mixed_steps: int = 0  # steps with a chunk of a prompt
+    decode_steps: int = 0  # steps without
+    decode_step_tokens: int = 0  # tokens of `decode_steps`
+    # prefill_tokens, decode_tokens: computed tokens, without those found in the prefix cache.
     prefill_tokens: int = 0
     decode_tokens: int = 0
-    recomputed_tokens: int = 0
-    logit_rows: int = 0
+    recomputed_tokens: int = 0  # prefill tokens computed again after a preemption
+    logit_rows: int = 0  # positions whose logits were computed
+    # prefill_pairs, decode_pairs: (query, visible key) pairs, summed over the layers.
     prefill_pairs: int = 0
     decode_pairs: int = 0
+    # prefill_kv_bytes, decode_kv_bytes: lower bound of the bytes read from the KV cache: each row
+    # of a step reads once what any of its queries sees.
     prefill_kv_bytes: int = 0
     decode_kv_bytes: int = 0
-    queued_steps: int = 0
-    block_short_steps: int = 0
-    slot_short_steps: int = 0
+    queued_steps: int = 0  # steps after whose planning requests still waited
+    block_short_steps: int = 0  # of those, steps that had no KV blocks for the next request
+    slot_short_steps: int = 0  # of those, steps with `max_num_seqs` requests running
 
     def since(self, earlier: Work) -> Work:
         """Return the difference to an earlier reading."""

@@ -157,16 +157,12 @@ _TYPES = {known.code: known for known in BLOCK_TYPES.values()}
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor of a file: `size` bytes from byte `start` of the file.
+    """One tensor of a file: `size` bytes from byte `start` of the file."""
 
-    Attributes:
-        path: of the file.
-        shape: the outermost dimension first; the last one counts the weights of a row.
-    """
-
-    path: Path
+    path: Path  # of the file
     name: str
     type: BlockType
+    # The outermost dimension first; the last one counts the weights of a row.
     shape: tuple[int, ...]
     start: int
     size: int
@@ -399,16 +395,12 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class OutTensor:
-    """A tensor to write.
-
-    Attributes:
-        shape: the outermost dimension first; rows are whole blocks.
-        data: called when the tensor is written; returns its bytes in pieces of any size.
-    """
+    """A tensor to write."""
 
     name: str
     type: BlockType
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # the outermost dimension first; rows are whole blocks
+    # Called when the tensor is written; returns its bytes in pieces of any size.
     data: Callable[[], Iterable[Buffer]]
 
     @property

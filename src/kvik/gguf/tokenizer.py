@@ -79,20 +79,15 @@ _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 @dataclass(frozen=True, slots=True)
 class WordRule:
-    """How a tokenizer splits text into words.
+    """How a tokenizer splits text into words."""
 
-    Attributes:
-        splits: expressions whose matches are separate words; each is applied to the words from the
-            one before.
-        nfc: whether text is normalised first.
-        whole_words: whether a word that is a token is taken whole instead of merged from its bytes.
-        bos: whether BOS is added by default.
-    """
-
+    # Expressions whose matches are separate words; each is applied to the words from the one
+    # before.
     splits: tuple[str, ...]
-    nfc: bool = False
+    nfc: bool = False  # whether text is normalised first
+    # Whether a word that is a token is taken whole instead of merged from its bytes.
     whole_words: bool = False
-    bos: bool = False
+    bos: bool = False  # whether BOS is added by default
 
     def normalizer(self) -> normalizers.Normalizer | None:
         return normalizers.NFC() if self.nfc else None

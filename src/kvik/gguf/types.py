@@ -56,15 +56,11 @@ STRUCT_CODES: Mapping[ValueKind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A storage format of a tensor's rows, in blocks of neighbouring weights.
-
-    Attributes:
-        code: its number in a file.
-        weights, size: of one block; the size in bytes.
-    """
+    """A storage format of a tensor's rows, in blocks of neighbouring weights."""
 
     name: str
-    code: int
+    code: int  # its number in a file
+    # weights, size: of one block; the size in bytes.
     weights: int
     size: int
 

@@ -80,23 +80,16 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """The penalties of n rows of logits; the tokens seen by each are in a row of two tables.
+    """The penalties of n rows of logits; the tokens seen by each are in a row of two tables."""
 
-    Attributes:
-        rows: [n] int64, each once.
-        seen: [n] int64, their rows in the tables.
-        repetition, frequency, presence: [n] float32; 1, 0 and 0 are off.
-        in_prompt: [m, vocab] bool.
-        counts: [m, vocab] int32, occurrences in the output.
-    """
-
-    rows: Tensor
-    seen: Tensor
+    rows: Tensor  # [n] int64, each once
+    seen: Tensor  # [n] int64, their rows in the tables
+    # repetition, frequency, presence: [n] float32; 1, 0 and 0 are off.
     repetition: Tensor
     frequency: Tensor
     presence: Tensor
-    in_prompt: Tensor
-    counts: Tensor
+    in_prompt: Tensor  # [m, vocab] bool
+    counts: Tensor  # [m, vocab] int32, occurrences in the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,24 +111,18 @@ class Sequences:
     ignored.
 
     A state cannot take back a token, so the stored one covers no draft of the last step. Next to it
-    are the inputs of those drafts: the next step repeats the ones that were accepted.
+    are the inputs of those drafts: the next step repeats the ones that were accepted."""
 
-    Attributes:
-        starts: [n + 1] int32, first token of each in the flat batch.
-        lengths: [n] int32, tokens of each after this step, earlier steps included.
-        rows: [n] int32, row of each state; -1: there is none, and the result is undefined.
-        longest: on the host, an upper bound of the tokens of each in this step; 0 in a tape, which
-            does not know it.
-        pending: [n] int32, accepted drafts of the last step, which the state does not cover; 0 for
-            a sequence that begins; None: no state has any.
-        drafts: [n] int32, how many tokens at the end of each sequence are drafts; None: none are.
-    """
-
-    starts: Tensor
-    lengths: Tensor
-    rows: Tensor
+    starts: Tensor  # [n + 1] int32, first token of each in the flat batch
+    lengths: Tensor  # [n] int32, tokens of each after this step, earlier steps included
+    rows: Tensor  # [n] int32, row of each state; -1: there is none, and the result is undefined
+    # On the host, an upper bound of the tokens of each in this step; 0 in a tape, which does not
+    # know it.
     longest: int
+    # [n] int32, accepted drafts of the last step, which the state does not cover; 0 for a sequence
+    # that begins; None: no state has any.
     pending: Tensor | None = None
+    # [n] int32, how many tokens at the end of each sequence are drafts; None: none are.
     drafts: Tensor | None = None
 
 

@@ -343,18 +343,13 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSet:
-    """The MLPs of a layer's experts.
+    """The MLPs of a layer's experts."""
 
-    Attributes:
-        up, down: the two matrices of each expert; all of a list have one kind and size.
-        data: specific to the implementation.
-        weigh_inputs: the weight of an expert multiplies its inputs, not its outputs.
-    """
-
+    # up, down: the two matrices of each expert; all of a list have one kind and size.
     up: tuple[Matrix, ...]
     down: tuple[Matrix, ...]
-    data: object = None
-    weigh_inputs: bool = False
+    data: object = None  # specific to the implementation
+    weigh_inputs: bool = False  # the weight of an expert multiplies its inputs, not its outputs
 
     @property
     def outputs(self) -> int:

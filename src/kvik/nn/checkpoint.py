@@ -31,14 +31,10 @@ ALIGNMENT = 64  # bytes, of buffers
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Byte ranges of a file that are read into one buffer, in order.
+    """Byte ranges of a file that are read into one buffer, in order."""
 
-    Attributes:
-        parts: first byte and number of bytes of each.
-        stride, count: all parts are read `count` times, each time `stride` bytes further.
-    """
-
-    parts: tuple[tuple[int, int], ...]
+    parts: tuple[tuple[int, int], ...]  # first byte and number of bytes of each
+    # stride, count: all parts are read `count` times, each time `stride` bytes further.
     stride: int = 0
     count: int = 1
 
@@ -118,15 +114,11 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The part of a tensor to read.
+    """The part of a tensor to read."""
 
-    Attributes:
-        in_runs: it may be read in runs of rows, in any order; else it is read at once.
-        axis, ranges: the ranges of one dimension to read, first and end of each, in order; if read
-            at once, they are concatenated. (): nothing is read. None: everything is read.
-    """
-
-    in_runs: bool
+    in_runs: bool  # it may be read in runs of rows, in any order; else it is read at once
+    # axis, ranges: the ranges of one dimension to read, first and end of each, in order; if read at
+    # once, they are concatenated. (): nothing is read. None: everything is read.
     axis: int = 0
     ranges: tuple[tuple[int, int], ...] | None = None
 

@@ -37,14 +37,10 @@ from kvik.spec.fields import MAX_LAYERS
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Converts a tensor of a checkpoint to the file's form, and back.
+    """Converts a tensor of a checkpoint to the file's form, and back."""
 
-    Attributes:
-        unit: number of rows within which rows change places.
-        to_file, from_file: take and return [whole units, ...].
-    """
-
-    unit: int
+    unit: int  # number of rows within which rows change places
+    # to_file, from_file: take and return [whole units, ...].
     to_file: Callable[[Tensor], Tensor]
     from_file: Callable[[Tensor], Tensor]
 

@@ -297,22 +297,17 @@ class AdaptedExperts:
     Each pair of a token and an expert is a row. The two matrices of an expert are multiplied
     separately, since products of adapters come in between: each is an MLP whose other matrix is the
     identity, which changes no value. The number of a pair of A and B is that of the adapter times
-    the number of experts, plus that of the expert.
-
-    Attributes:
-        up, down: the first matrix of each expert and its second one.
-        up_pairs, down_pairs: what adapters add to them; None: nothing.
-        activation: between the two.
-        weigh_inputs: see `ExpertSet`.
-    """
+    the number of experts, plus that of the expert."""
 
     ops: Ops
+    # up, down: the first matrix of each expert and its second one.
     up: ExpertSet
     down: ExpertSet
+    # up_pairs, down_pairs: what adapters add to them; None: nothing.
     up_pairs: Adapters | None
     down_pairs: Adapters | None
-    activation: Activation
-    weigh_inputs: bool
+    activation: Activation  # between the two
+    weigh_inputs: bool  # see `ExpertSet`
 
     def __call__(
         self,

@@ -47,19 +47,15 @@ MAX_DIMENSIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file: `size` bytes from byte `start` of the file.
-
-    Attributes:
-        dtype: as the file says: "BF16", "F32", ...
-        columns: (first, all): its rows are columns first.. of a matrix with `all` columns that
-            begins at `start`; None: it is a whole tensor of the file.
-    """
+    """One tensor of a file: `size` bytes from byte `start` of the file."""
 
     name: str
-    dtype: str
+    dtype: str  # as the file says: "BF16", "F32", ..
     shape: tuple[int, ...]
     start: int
     size: int
+    # (first, all): its rows are columns first.. of a matrix with `all` columns that begins at
+    # `start`; None: it is a whole tensor of the file.
     columns: tuple[int, int] | None = None
 
     @property

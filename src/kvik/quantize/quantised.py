@@ -28,23 +28,17 @@ class Scales:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How weights are rounded.
+    """How weights are rounded."""
 
-    Attributes:
-        bits: 2..8.
-        group: inputs of a row that share a scale; -1: the whole row; 0: the whole tensor.
-        symmetric: steps from -(2^(bits-1) - 1) to 2^(bits-1) - 1 about zero, so that the code 0 is
-            not used. Otherwise the range, which always includes 0, is spread over all codes, and 0
-            is represented exactly.
-        scale_dtypes: dtypes that must all represent a scale exactly; empty: it stays in fp32.
-            Weights are rounded with the scale that the kernels will use, not with a finer one.
-            Checkpoints store fp16, or bf16 (compressed-tensors of a bf16 model); the native kernels
-            keep fp16 precision.
-    """
-
-    bits: int
-    group: int
+    bits: int  # 2..8
+    group: int  # inputs of a row that share a scale; -1: the whole row; 0: the whole tensor
+    # Steps from -(2^(bits-1) - 1) to 2^(bits-1) - 1 about zero, so that the code 0 is not used.
+    # Otherwise the range, which always includes 0, is spread over all codes, and 0 is represented
+    # exactly.
     symmetric: bool
+    # Dtypes that must all represent a scale exactly; empty: it stays in fp32. Weights are rounded
+    # with the scale that the kernels will use, not with a finer one. Checkpoints store fp16, or
+    # bf16 (compressed-tensors of a bf16 model); the native kernels keep fp16 precision.
     scale_dtypes: tuple[torch.dtype, ...] = (torch.float16,)
 
     def __post_init__(self) -> None:
@@ -191,16 +185,12 @@ def float8(
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """A layer in codes: w[o, i] = (q[o, i] - zeros[o, g]) * scales[o, g], g the group of input i.
+    """A layer in codes: w[o, i] = (q[o, i] - zeros[o, g]) * scales[o, g]; g is the group of i."""
 
-    Attributes:
-        q: [outputs, inputs] uint8 codes.
-        order: [inputs] int64, the group of each input; None: inputs // group size.
-    """
-
-    q: Tensor
+    q: Tensor  # [outputs, inputs] uint8 codes
     scales: Scales
     grid: Grid
+    # [inputs] int64, the group of each input; None: inputs // group size.
     order: Tensor | None = None
 
     def dequantised(self) -> Tensor:
@@ -228,20 +218,15 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class LayerResult:
-    """The result for one linear layer.
+    """The result for one linear layer."""
 
-    Attributes:
-        name: in the checkpoint, "model.layers.0.self_attn.q_proj".
-        quantised: None: it is not quantised (see also `BlockResult.changed`).
-        error: || (W - Q) X || / || W X || on calibration inputs; || W - Q || / || W || without any;
-            0 if it is not quantised.
-        on_inputs: whether `error` is the first of the two.
-    """
-
-    name: str
+    name: str  # in the checkpoint, "model.layers.0.self_attn.q_proj"
+    # None: it is not quantised (see also `BlockResult.changed`).
     quantised: Quantised | Float8 | None
+    # || (W - Q) X || / || W X || on calibration inputs; || W - Q || / || W || without any; 0 if it
+    # is not quantised.
     error: float
-    on_inputs: bool
+    on_inputs: bool  # whether `error` is the first of the two
 
 
 @dataclass(frozen=True, slots=True)

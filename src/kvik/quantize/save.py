@@ -240,19 +240,13 @@ SPARE = 64 << 20  # bytes that must stay free
 
 @dataclass(frozen=True, slots=True)
 class SavedLayer:
-    """A linear layer in the saved checkpoint.
-
-    Attributes:
-        bits: of a code; None: the layer is unchanged.
-        weights: number of its weights.
-        bytes: of all its tensors, without the bias.
-        error, on_inputs: see `LayerResult`.
-    """
+    """A linear layer in the saved checkpoint."""
 
     name: str
-    bits: int | None
-    weights: int
-    bytes: int
+    bits: int | None  # of a code; None: the layer is unchanged
+    weights: int  # number of its weights
+    bytes: int  # of all its tensors, without the bias
+    # error, on_inputs: see `LayerResult`.
     error: float
     on_inputs: bool
 
@@ -438,16 +432,11 @@ HIDDEN_BYTES = 8  # per hidden value of the calibration: two fp32 files exist at
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The result of a finished run.
+    """The result of a finished run."""
 
-    Attributes:
-        recipe: with the bits of each layer, if a budget chose them.
-        layers: all linear layers of blocks.
-        bytes_before, bytes_after: of all tensors.
-    """
-
-    recipe: Recipe
-    layers: tuple[SavedLayer, ...]
+    recipe: Recipe  # with the bits of each layer, if a budget chose them
+    layers: tuple[SavedLayer, ...]  # all linear layers of blocks
+    # bytes_before, bytes_after: of all tensors.
     bytes_before: int
     bytes_after: int
 

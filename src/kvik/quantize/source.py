@@ -32,23 +32,16 @@ from kvik.spec.engine_folder import is_engine_folder
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Layers that read the same inputs, and the operation that produces them.
+    """Layers that read the same inputs, and the operation that produces them."""
 
-    Attributes:
-        readers: names of the layers; {} is the block.
-        source: name of the norm or linear layer before them.
-        channels: [inputs] int64, the channel of each input. Query heads that share a value share
-            its channels; heads normalised with one gain share the channels of the gain.
-        outputs: [channels] int64, the output of a linear source for each channel; None: the source
-            is a norm.
-        offset: added to the stored weight of a norm to get its gain.
-    """
-
-    readers: tuple[str, ...]
-    source: str
+    readers: tuple[str, ...]  # names of the layers; {} is the block
+    source: str  # name of the norm or linear layer before them
+    # [inputs] int64, the channel of each input. Query heads that share a value share its channels;
+    # heads normalised with one gain share the channels of the gain.
     channels: Tensor
+    # [channels] int64, the output of a linear source for each channel; None: the source is a norm.
     outputs: Tensor | None = None
-    offset: float = 0.0
+    offset: float = 0.0  # added to the stored weight of a norm to get its gain
 
     @property
     def num_channels(self) -> int:

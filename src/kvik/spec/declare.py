@@ -75,23 +75,17 @@ SMALL: frozenset[Role] = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """A tensor of a GGUF file, as a part of a checkpoint's tensor.
+    """A tensor of a GGUF file, as a part of a checkpoint's tensor."""
 
-    Attributes:
-        name: of the layer in a block that reading the file gives; {} is the number of an expert.
-        rows, columns: of the layer's weight; (): all, in their order.
-        transposed: the checkpoint stores [inputs, outputs].
-        heads: number of matrices in the file, [heads, rows, columns], one for each head; 0: the
-            tensor is one matrix.
-        turned: the matrices of heads are transposed.
-    """
-
-    name: str
+    name: str  # of the layer in a block that reading the file gives; {} is the number of an expert
+    # rows, columns: of the layer's weight; (): all, in their order.
     rows: Sequence[int] = ()
     columns: Sequence[int] = ()
-    transposed: bool = False
+    transposed: bool = False  # the checkpoint stores [inputs, outputs]
+    # Number of matrices in the file, [heads, rows, columns], one for each head; 0: the tensor is
+    # one matrix.
     heads: int = 0
-    turned: bool = False
+    turned: bool = False  # the matrices of heads are transposed
 
 
 # Key of config.json that only GGUF files imply: they store separately, or in another order, the
@@ -244,28 +238,20 @@ class Taps:
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """Inputs of a forward pass in addition to token ids; passed explicitly, never global.
+    """Inputs of a forward pass in addition to token ids; passed explicitly, never global."""
 
-    Attributes:
-        positions: [tokens] int64, position of each token in its sequence.
-        metadata: attention arrays of this step (`AttentionMetadata`), one per KV group.
-        kv: the cache of each layer that attends (`LayerKV`), in order.
-        states: those of each layer that keeps one (`LayerStates`), in order.
-        token_inputs: [tokens, layers, width], what each layer reads of a token alone; the model
-            makes them of its own inputs. None: layers read no such vectors.
-        made: results of `once`, by what made them.
-        taps: what keeps the residual stream between layers; None: nothing does.
-        chosen: for each token the keys that the last indexer chose (`AttendLatent.choice`); empty:
-            all.
-    """
-
-    positions: Tensor
+    positions: Tensor  # [tokens] int64, position of each token in its sequence
+    # Attention arrays of this step (`AttentionMetadata`), one per KV group.
     metadata: tuple[Any, ...]
-    kv: tuple[Any, ...]
-    states: tuple[Any, ...] = ()
+    kv: tuple[Any, ...]  # the cache of each layer that attends (`LayerKV`), in order
+    states: tuple[Any, ...] = ()  # those of each layer that keeps one (`LayerStates`), in order
+    # [tokens, layers, width], what each layer reads of a token alone; the model makes them of its
+    # own inputs. None: layers read no such vectors.
     token_inputs: Tensor | None = None
+    # Results of `once`, by what made them.
     made: dict[Callable[[Tensor], Tensor], Tensor] = field(default_factory=dict)
-    taps: Taps | None = None
+    taps: Taps | None = None  # what keeps the residual stream between layers; None: nothing does
+    # For each token the keys that the last indexer chose (`AttendLatent.choice`); empty: all.
     chosen: list[Any] = field(default_factory=list)
 
     def once(self, make: Callable[[Tensor], Tensor]) -> Tensor:
@@ -424,33 +410,23 @@ GATE_UP = ("gate_proj", "up_proj")
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Names in the scope of a layer's experts.
+    """Names in the scope of a layer's experts."""
 
-    Attributes:
-        router: of the matrix that computes the logits.
-        gate_up, down: of an expert's matrices; {} is its number. Gate and up may be one.
-        gated: experts have a gate; else `gate_up` and `shared_gate_up` are up alone.
-        correction: of the router's correction.
-        correction_row: the correction has shape [1, experts].
-        shared: scope of the shared expert.
-        shared_gate_up, shared_down: of its matrices; gate and up may be one.
-        shared_gate: of the matrix that computes its gate.
-        mixed: rows of gate and up are interleaved in one matrix, and float weights are transposed.
-        scales: of the learned factors of weights (`Router.scaled`).
-    """
-
-    router: str = "gate"
+    router: str = "gate"  # of the matrix that computes the logits
+    # gate_up, down: of an expert's matrices; {} is its number. Gate and up may be one.
     gate_up: tuple[str, ...] = ("experts.{}.gate_proj", "experts.{}.up_proj")
     down: str = "experts.{}.down_proj"
-    gated: bool = True
-    correction: str = "gate.e_score_correction_bias"
-    correction_row: bool = False
-    shared: str = "shared_experts"
+    gated: bool = True  # experts have a gate; else `gate_up` and `shared_gate_up` are up alone
+    correction: str = "gate.e_score_correction_bias"  # of the router's correction
+    correction_row: bool = False  # the correction has shape [1, experts]
+    shared: str = "shared_experts"  # scope of the shared expert
+    # shared_gate_up, shared_down: of its matrices; gate and up may be one.
     shared_gate_up: tuple[str, ...] = GATE_UP
     shared_down: str = "down_proj"
-    shared_gate: str = "shared_expert_gate"
+    shared_gate: str = "shared_expert_gate"  # of the matrix that computes its gate
+    # Rows of gate and up are interleaved in one matrix, and float weights are transposed.
     mixed: bool = False
-    scales: str = "scales"
+    scales: str = "scales"  # of the learned factors of weights (`Router.scaled`)
 
 
 EXPERT_NAMES = ExpertNames()

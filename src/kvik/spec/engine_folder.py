@@ -77,30 +77,19 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The contents of engine.json.
+    """The contents of engine.json."""
 
-    Attributes:
-        kvik: the version that built it.
-        kernels: "native", "triton" or "torch".
-        packing: memory layout of matrices; see `kernels.packing`.
-        instruction_set: of the machine that built it, for information.
-        byte_order: "little" or "big".
-        dtype, quantization: as in `EngineConfig`.
-        seal: hexadecimal; the weights begin with it.
-        files: every file of the folder except the manifest.
-        tensors: by their names in the model.
-    """
-
-    kvik: str
-    kernels: str
-    packing: str
-    instruction_set: str
-    byte_order: str
+    kvik: str  # the version that built it
+    kernels: str  # "native", "triton" or "torch"
+    packing: str  # memory layout of matrices; see `kernels.packing`
+    instruction_set: str  # of the machine that built it, for information
+    byte_order: str  # "little" or "big"
+    # dtype, quantization: as in `EngineConfig`.
     dtype: str
     quantization: str
-    seal: str
-    files: Mapping[str, FileFacts]
-    tensors: Mapping[str, Entry]
+    seal: str  # hexadecimal; the weights begin with it
+    files: Mapping[str, FileFacts]  # every file of the folder except the manifest
+    tensors: Mapping[str, Entry]  # by their names in the model
 
     @property
     def weight_bytes(self) -> int:

@@ -31,33 +31,24 @@ class Router:
     chosen expert is its score without correction. With "sparsemixer" (Liu et al. 2024, arXiv
     2409.12136) scores are the logits. The weight is a softmax over the logits x that were not
     chosen before and are near the chosen one s: (s - x) / max(|x|, s) is at most twice the jitter.
-
-    Attributes:
-        experts, active: number of experts, in total and per token.
-        scores: the function of the logits.
-        corrected: there is a correction.
-        groups, kept_groups: only experts of the `kept_groups` best of equal groups can be chosen
-            (DeepSeek-V2, arXiv 2405.04434, section 2.2.2).
-        group_by: the score of a group is its best expert's, or the sum of its best two.
-        normalised: the weights of a token are divided by their sum.
-        scale: constant factor of the weights.
-        scaled: weights also have a learned factor per expert.
-        weigh_inputs: a weight multiplies its expert's input, else its output.
-        jitter: of "sparsemixer", which has no groups.
     """
 
+    # experts, active: number of experts, in total and per token.
     experts: int
     active: int
-    scores: Scores = "softmax"
-    corrected: bool = False
+    scores: Scores = "softmax"  # the function of the logits
+    corrected: bool = False  # there is a correction
+    # groups, kept_groups: only experts of the `kept_groups` best of equal groups can be chosen
+    # (DeepSeek-V2, arXiv 2405.04434, section 2.2.2).
     groups: int = 1
     kept_groups: int = 1
+    # The score of a group is its best expert's, or the sum of its best two.
     group_by: Literal["best", "best two"] = "best"
-    normalised: bool = True
-    scale: float = 1.0
-    scaled: bool = False
-    weigh_inputs: bool = False
-    jitter: float = 0.0
+    normalised: bool = True  # the weights of a token are divided by their sum
+    scale: float = 1.0  # constant factor of the weights
+    scaled: bool = False  # weights also have a learned factor per expert
+    weigh_inputs: bool = False  # a weight multiplies its expert's input, else its output
+    jitter: float = 0.0  # of "sparsemixer", which has no groups
 
 
 @dataclass(frozen=True, slots=True)

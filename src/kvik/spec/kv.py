@@ -162,30 +162,20 @@ KV_FORMATS: Mapping[str, KVFacts] = {
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """What one layer stores per token, and how long it stays visible.
+    """What one layer stores per token, and how long it stays visible."""
 
-    Attributes:
-        num_kv_heads, head_dim: shape of one token's K (and V).
-        bytes_per_token: K and V of one layer, scales and the key of an indexer included.
-        window: which keys a query sees; None: all.
-        budget: how many tokens of a request it keeps; None: all.
-        index: chooses the keys that a query reads; None: it reads all that it sees.
-        index_bytes: of the indexer's key, in the model's dtype.
-        format: of the numbers, as in `KV_FORMATS`, or "auto".
-        latent: a token has one vector, whose first channels are its value.
-        readers: number of layers that read it, including its own.
-    """
-
+    # num_kv_heads, head_dim: shape of one token's K (and V).
     num_kv_heads: int
     head_dim: int
-    bytes_per_token: int
-    window: Window | None = None
-    format: str = AUTO
-    latent: bool = False
-    readers: int = 1
-    budget: Budget | None = None
+    bytes_per_token: int  # K and V of one layer, scales and the key of an indexer included
+    window: Window | None = None  # which keys a query sees; None: all
+    format: str = AUTO  # of the numbers, as in `KV_FORMATS`, or "auto"
+    latent: bool = False  # a token has one vector, whose first channels are its value
+    readers: int = 1  # number of layers that read it, including its own
+    budget: Budget | None = None  # how many tokens of a request it keeps; None: all
+    # Chooses the keys that a query reads; None: it reads all that it sees.
     index: IndexSpec | None = None
-    index_bytes: int = 0
+    index_bytes: int = 0  # of the indexer's key, in the model's dtype
 
     @property
     def vectors(self) -> int:
@@ -230,17 +220,13 @@ def stored_as(
 @dataclass(frozen=True, slots=True)
 class KVGroup:
     """Layers that see the same keys. Every group of a model allocates blocks from one shared pool:
-    block b holds the K/V of `block_size` tokens for all layers of the one group that owns b.
+    block b holds the K/V of `block_size` tokens for all layers of the one group that owns b."""
 
-    Attributes:
-        specs: of each layer. They may differ in format, and so in bytes.
-        shares: number of its layers that share the memory of a block for one of the model's largest
-            layers. Its layers divide that memory into smaller blocks; those of block b begin at
-            number `shares` * b.
-    """
-
-    specs: tuple[KVCacheSpec, ...]
+    specs: tuple[KVCacheSpec, ...]  # of each layer. They may differ in format, and so in bytes.
     layers: tuple[int, ...]
+    # Number of its layers that share the memory of a block for one of the model's largest layers.
+    # Its layers divide that memory into smaller blocks; those of block b begin at number `shares` *
+    # b.
     shares: int = 1
 
     @property

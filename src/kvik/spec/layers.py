@@ -84,45 +84,32 @@ class QueryScale:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """The facts of one layer.
+    """The facts of one layer."""
 
-    Attributes:
-        window: which keys a query sees; None: all.
-        rope: rotary positions of queries and keys; None: none.
-        experts: of its feed-forward part; None: a plain MLP.
-        latent: latent attention; None: keys and values of heads.
-        index: of latent attention, chooses the keys; None: a query reads all that it sees.
-        state: kept per request in place of keys and values; None: the layer has none.
-        beside: the layer has attention beside what keeps the state.
-        feeds: it has an MLP or experts alone, neither attention nor a state.
-        head_dim, kv_heads: head dimension and number of KV heads; None: the model's.
-        kv_from: earlier layer whose keys and values it reads; None: it has its own.
-        value_is_key: it has no value projection; values are the keys before norm and rotation.
-        inner: width of its MLP, also of one in addition to experts; None: the model's.
-        token_input: width of a vector per token that only this layer reads; 0: none.
-        query_scale: of its queries; None: 1.
-        budget: how many tokens of a request it keeps; None: all.
-        bidirectional: in an encoder, the distance up to which a query sees keys on either side. All
-            layers use one cache, whose content lasts for a step. None: attention is causal.
-    """
-
-    window: Window | None = None
-    rope: RopeSpec | None = None
-    experts: ExpertsSpec | None = None
-    latent: LatentSpec | None = None
+    window: Window | None = None  # which keys a query sees; None: all
+    rope: RopeSpec | None = None  # rotary positions of queries and keys; None: none
+    experts: ExpertsSpec | None = None  # of its feed-forward part; None: a plain MLP
+    latent: LatentSpec | None = None  # latent attention; None: keys and values of heads
+    # Of latent attention, chooses the keys; None: a query reads all that it sees.
     index: IndexSpec | None = None
+    # Kept per request in place of keys and values; None: the layer has none.
     state: StateSpec | None = None
-    beside: bool = False
-    feeds: bool = False
+    beside: bool = False  # the layer has attention beside what keeps the state
+    feeds: bool = False  # it has an MLP or experts alone, neither attention nor a state
+    # head_dim, kv_heads: head dimension and number of KV heads; None: the model's.
     head_dim: int | None = None
     kv_heads: int | None = None
-    kv_from: int | None = None
+    kv_from: int | None = None  # earlier layer whose keys and values it reads; None: it has its own
+    # It has no value projection; values are the keys before norm and rotation.
     value_is_key: bool = False
+    # Width of its MLP, also of one in addition to experts; None: the model's.
     inner: int | None = None
-    token_input: int = 0
-    query_scale: QueryScale | None = None
+    token_input: int = 0  # width of a vector per token that only this layer reads; 0: none
+    query_scale: QueryScale | None = None  # of its queries; None: 1
+    # In an encoder, the distance up to which a query sees keys on either side. All layers use one
+    # cache, whose content lasts for a step. None: attention is causal.
     bidirectional: int | None = None
-    budget: Budget | None = None
+    budget: Budget | None = None  # how many tokens of a request it keeps; None: all
 
     @property
     def attends(self) -> bool:
@@ -133,26 +120,17 @@ class LayerSpec:
 class PredictorSpec:
     """A head that predicts the token after the next one (DeepSeek-V3, arXiv 2412.19437, section
     2.2): a matrix joins the hidden state of a token with the embedding of the next one, and a layer
-    like the model's last one with attention follows. Embedding and output are the model's.
+    like the model's last one with attention follows. Embedding and output are the model's."""
 
-    Attributes:
-        scope: of its names; {} is the model's number of layers.
-        embedding, hidden: norms of the parts that are joined.
-        join: the matrix.
-        layer: scope of the layer; "": none.
-        norm: norm after the layer.
-        hidden_first: the matrix reads the hidden state before the embedding.
-        offset: of the norms' gains.
-    """
-
-    scope: str = "model.layers.{}"
+    scope: str = "model.layers.{}"  # of its names; {} is the model's number of layers
+    # embedding, hidden: norms of the parts that are joined.
     embedding: str = "enorm"
     hidden: str = "hnorm"
-    join: str = "eh_proj"
-    layer: str = ""
-    norm: str = "shared_head.norm"
-    hidden_first: bool = False
-    offset: float = 0.0
+    join: str = "eh_proj"  # the matrix
+    layer: str = ""  # scope of the layer; "": none
+    norm: str = "shared_head.norm"  # norm after the layer
+    hidden_first: bool = False  # the matrix reads the hidden state before the embedding
+    offset: float = 0.0  # of the norms' gains
 
 
 # config.json, number of layers, trained positions -> the layers. Raises `ModelError`.

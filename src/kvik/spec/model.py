@@ -43,30 +43,21 @@ class LinearLayers:
 
 @dataclass(frozen=True, slots=True)
 class ModelScales:
-    """Constant factors and caps in a network.
+    """Constant factors and caps in a network."""
 
-    Attributes:
-        embedding: multiplies token embeddings; rounded to the dtype of the computation.
-        residual: multiplies the outputs of attention and MLP.
-        attention: multiplies scores; None: 1 / sqrt(head_dim).
-        attention_cap: a scaled score s becomes cap * tanh(s / cap); None: no cap.
-        logits: multiplies the logits.
-        logits_cap: likewise for logits.
-        attention_out, state_out: multiply the outputs of attention and of what keeps a state.
-        gate, down: multiply the gate of an MLP before its activation, and the MLP's output.
-        state_in: multiply parts of the inputs of what keeps a state; (): all 1.
-    """
-
-    embedding: float = 1.0
-    residual: float = 1.0
-    attention: float | None = None
-    attention_cap: float | None = None
-    logits: float = 1.0
-    logits_cap: float | None = None
+    embedding: float = 1.0  # multiplies token embeddings; rounded to the dtype of the computation
+    residual: float = 1.0  # multiplies the outputs of attention and MLP
+    attention: float | None = None  # multiplies scores; None: 1 / sqrt(head_dim)
+    attention_cap: float | None = None  # a scaled score s becomes cap * tanh(s / cap); None: no cap
+    logits: float = 1.0  # multiplies the logits
+    logits_cap: float | None = None  # likewise for logits
+    # attention_out, state_out: multiply the outputs of attention and of what keeps a state.
     attention_out: float = 1.0
     state_out: float = 1.0
+    # gate, down: multiply the gate of an MLP before its activation, and the MLP's output.
     gate: float = 1.0
     down: float = 1.0
+    # Multiply parts of the inputs of what keeps a state; (): all 1.
     state_in: tuple[float, ...] = ()
 
 

@@ -48,21 +48,15 @@ SCORE_FUNCTIONS = ("Identity", "Sigmoid", "Tanh", "ReLU")
 
 @dataclass(frozen=True, slots=True)
 class PooledLayer:
-    """A layer over pooled vectors: function(W x + b), or a norm.
+    """A layer over pooled vectors: function(W x + b), or a norm."""
 
-    Attributes:
-        name: in the checkpoint; for a dense module it begins with the module's folder.
-        inputs, outputs: widths.
-        function: "none", or one of `FUNCTIONS`.
-        norm_eps: of a LayerNorm, which has no matrix; None: not a norm.
-    """
-
-    name: str
+    name: str  # in the checkpoint; for a dense module it begins with the module's folder
+    # inputs, outputs: widths.
     inputs: int
     outputs: int
     bias: bool = True
-    function: str = "none"
-    norm_eps: float | None = None
+    function: str = "none"  # "none", or one of `FUNCTIONS`
+    norm_eps: float | None = None  # of a LayerNorm, which has no matrix; None: not a norm
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:

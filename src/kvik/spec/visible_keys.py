@@ -182,18 +182,13 @@ class Budget(VisibleKeys):
     `every` further tokens, the layer keeps `tokens` of its tokens: the first, the last, and of the
     others the ones that the last queries attend to most (SnapKV, Li et al. 2024, arXiv 2404.14469,
     section 4). They move to the places directly before the next token, and no query sees anything
-    before them. The positions of these cuts depend only on the length of the prompt.
+    before them. The positions of these cuts depend only on the length of the prompt."""
 
-    Attributes:
-        tokens: number of kept tokens.
-        first, last: numbers of tokens that are always kept; the `last` queries choose the others.
-        every: number of further tokens before the next cut.
-    """
-
-    tokens: int
+    tokens: int  # number of kept tokens
+    # first, last: numbers of tokens that are always kept; the `last` queries choose the others.
     first: int = 4
     last: int = 32
-    every: int = 256
+    every: int = 256  # number of further tokens before the next cut
 
     @property
     def min_tokens(self) -> int:

@@ -110,28 +110,21 @@ _FOLLOW = 0.2  # weight of a new measurement of the time of deciding
 
 @frozen
 class StepFigures:
-    """Measurements of a step, and of making the drafts that it checked.
+    """Measurements of a step, and of making the drafts that it checked."""
 
-    Attributes:
-        slots, drafts, accepted: [rows], of all requests that sampled; drafts checked and accepted.
-        seconds: of the step, without making drafts.
-        making: seconds of deciding on the drafts and making them, even if none were found.
-        requested: most drafts requested for a request; 0: the drafter was not called.
-        pure: no request was reading its prompt, so only decoding requests caused the time.
-        paths: [rows, most drafts of a request], which drafts were accepted if they form a tree;
-            None: the first ones.
-        guessed: [rows], whose drafts were guesses; drafts of other rows were certain, so they say
-            nothing about later ones. None: all.
-    """
-
+    # slots, drafts, accepted: [rows], of all requests that sampled; drafts checked and accepted.
     slots: _Ids
     drafts: _Ids
     accepted: _Ids
-    seconds: float
-    making: float
-    requested: int
-    pure: bool
+    seconds: float  # of the step, without making drafts
+    making: float  # seconds of deciding on the drafts and making them, even if none were found
+    requested: int  # most drafts requested for a request; 0: the drafter was not called
+    pure: bool  # no request was reading its prompt, so only decoding requests caused the time
+    # [rows, most drafts of a request], which drafts were accepted if they form a tree; None: the
+    # first ones.
     paths: NDArray[np.bool_] | None = None
+    # [rows], whose drafts were guesses; drafts of other rows were certain, so they say nothing
+    # about later ones. None: all.
     guessed: NDArray[np.bool_] | None = None
 
 

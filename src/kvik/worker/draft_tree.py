@@ -22,14 +22,10 @@ MAX_NODES = 63  # a node's ancestors are the bits of a word, whose sign is not u
 
 @dataclass(frozen=True)
 class DraftTree:
-    """The shape of a tree of drafts.
+    """The shape of a tree of drafts."""
 
-    Attributes:
-        parents: of each node; node 0 has -1.
-        ranks: of each node: which candidate at its depth it is, 0 the likeliest. 0 for node 0.
-    """
-
-    parents: tuple[int, ...]
+    parents: tuple[int, ...]  # of each node; node 0 has -1
+    # Of each node: which candidate at its depth it is, 0 the likeliest. 0 for node 0.
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:

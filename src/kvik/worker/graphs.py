@@ -112,21 +112,16 @@ def zero_rows(count: int, like: Tensor) -> Tensor:
 
 @frozen
 class StepOutput:
-    """The output of a forward; valid until the next step.
+    """The output of a forward; valid until the next step."""
 
-    Attributes:
-        hidden: [tokens, hidden], normalised.
-        logits: [sampling rows, vocab] fp32.
-        top, top_ids: [sampling rows] fp32 and int64, the largest logit of each row and its token;
-            see `Ops.largest`.
-        onward: what `EngineNetwork.onward` returns, [tokens, width], or (); of a stage that is not
-            the last, the residual streams that `onward` will read.
-    """
-
-    hidden: Tensor
-    logits: Tensor
+    hidden: Tensor  # [tokens, hidden], normalised
+    logits: Tensor  # [sampling rows, vocab] fp32
+    # top, top_ids: [sampling rows] fp32 and int64, the largest logit of each row and its token; see
+    # `Ops.largest`.
     top: Tensor
     top_ids: Tensor
+    # What `EngineNetwork.onward` returns, [tokens, width], or (); of a stage that is not the last,
+    # the residual streams that `onward` will read.
     onward: tuple[Tensor, ...] = ()
 
     @property
@@ -167,24 +162,7 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class EngineNetwork:
-    """A model, its cache, and the operations it computes with.
-
-    Attributes:
-        ranks: the processes that have other shares of the model and its cache, and do the same;
-            None: there are none, or this process does not direct them.
-        stage: the layers that are computed here; None: all.
-        earlier: for the last stage, the stages before it.
-        pooling, pooled: how hidden states become a vector or score; None: the model does not
-            specify a pooling, or there is no head after it.
-        generates: it has logits of tokens.
-        drafting: a network that reads the hidden states of this one and drafts, of which the same
-            processes have the same shares; None: there is none.
-        hidden: for such a network, [most tokens, width] that its forwards read; None: it is none.
-        taps: layers before which `onward` reads the residual stream.
-        onward: hidden [tokens, hidden] and the residual streams -> what the network that drafts
-            reads; None: it reads the hidden states.
-        adapters: from which requests choose; None: there are none.
-    """
+    """A model, its cache, and the operations it computes with."""
 
     model: Network
     ops: Ops
@@ -192,17 +170,26 @@ class EngineNetwork:
     groups: tuple[KVGroup, ...]
     kv: KVCache
     states: States = NO_STATES
+    # The processes that have other shares of the model and its cache, and do the same; None: there
+    # are none, or this process does not direct them.
     ranks: OtherRanks | None = None
-    stage: PipelineStage | None = None
-    earlier: EarlierStages | None = None
+    stage: PipelineStage | None = None  # the layers that are computed here; None: all
+    earlier: EarlierStages | None = None  # for the last stage, the stages before it
+    # pooling, pooled: how hidden states become a vector or score; None: the model does not specify
+    # a pooling, or there is no head after it.
     pooling: PoolingSpec | None = None
     pooled: PooledHead | None = None
-    generates: bool = True
+    generates: bool = True  # it has logits of tokens
+    # A network that reads the hidden states of this one and drafts, of which the same processes
+    # have the same shares; None: there is none.
     drafting: EngineNetwork | None = None
+    # For such a network, [most tokens, width] that its forwards read; None: it is none.
     hidden: Tensor | None = None
-    taps: tuple[int, ...] = ()
+    taps: tuple[int, ...] = ()  # layers before which `onward` reads the residual stream
+    # Hidden [tokens, hidden] and the residual streams -> what the network that drafts reads; None:
+    # it reads the hidden states.
     onward: Callable[[Tensor, Sequence[Tensor]], Tensor] | None = None
-    adapters: AdapterSlots | None = None
+    adapters: AdapterSlots | None = None  # from which requests choose; None: there are none
 
     @property
     def device(self) -> torch.device:

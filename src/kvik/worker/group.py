@@ -45,20 +45,14 @@ class CutKeys:
 @dataclass(frozen=True, slots=True)
 class SentStep:
     """Run the forward over these inputs: of a stage's layers, or in a group that torch.distributed
-    connects.
+    connects."""
 
-    Attributes:
-        inputs: inputs of the step: name -> (shape, bytes).
-        cuts: budget cuts before it.
-        block_copies, state_copies: copies to make after these; see `CopyCaches`.
-        drafts: as in `RunStep`.
-    """
-
-    inputs: dict[str, tuple[list[int], bytes]]
-    cuts: list[CutKeys] = field(default_factory=list)
+    inputs: dict[str, tuple[list[int], bytes]]  # inputs of the step: name -> (shape, bytes)
+    cuts: list[CutKeys] = field(default_factory=list)  # budget cuts before it
+    # block_copies, state_copies: copies to make after these; see `CopyCaches`.
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     state_copies: list[tuple[int, int]] = field(default_factory=list)
-    drafts: bool = False
+    drafts: bool = False  # as in `RunStep`
 
 
 @dataclass(frozen=True, slots=True)

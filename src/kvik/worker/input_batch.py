@@ -37,24 +37,16 @@ class StepTensors:
 
 @frozen
 class InputBatch:
-    """The inputs of one step.
-
-    Attributes:
-        slots: [rows] on the host.
-        starts: [rows + 1] on the host, first token of each row.
-        ends: [rows] on the host, computed tokens of each request after the step.
-        sampling_rows: rows that sample, on the host.
-        num_drafts: [sampling rows] on the host; None: no row has any.
-        logit_tokens, logit_positions: [logit rows] int64 on the host, the tokens whose logits are
-            computed and their positions; None: no row has drafts.
-    """
+    """The inputs of one step."""
 
     tensors: StepTensors
-    slots: np.ndarray
-    starts: np.ndarray
-    ends: np.ndarray
-    sampling_rows: np.ndarray
-    num_drafts: np.ndarray | None = None
+    slots: np.ndarray  # [rows] on the host
+    starts: np.ndarray  # [rows + 1] on the host, first token of each row
+    ends: np.ndarray  # [rows] on the host, computed tokens of each request after the step
+    sampling_rows: np.ndarray  # rows that sample, on the host
+    num_drafts: np.ndarray | None = None  # [sampling rows] on the host; None: no row has any
+    # logit_tokens, logit_positions: [logit rows] int64 on the host, the tokens whose logits are
+    # computed and their positions; None: no row has drafts.
     logit_tokens: np.ndarray | None = None
     logit_positions: np.ndarray | None = None
 

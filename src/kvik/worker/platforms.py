@@ -132,15 +132,11 @@ class PlatformParts:
 
 
 class Platform(Protocol):
-    """The kernels and the memory of a device, and how steps run there.
-
-    Attributes:
-        team: threads of the native kernels; None: other kernels.
-        joined: the group of this process, for kernels of torch or Triton; None: there is none.
-    """
+    """The kernels and the memory of a device, and how steps run there."""
 
     parts: PlatformParts
-    team: Team | None = None
+    team: Team | None = None  # threads of the native kernels; None: other kernels
+    # The group of this process, for kernels of torch or Triton; None: there is none.
     joined: Joined | None = None
 
     @property

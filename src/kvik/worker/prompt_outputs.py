@@ -35,22 +35,15 @@ class _Pooled:
 
 @dataclass(frozen=True, slots=True)
 class PooledChunk:
-    """Hidden states on their way to the host.
+    """Hidden states on their way to the host."""
 
-    Attributes:
-        row: row of the step.
-        pooled: the vector that they belong to.
-        arrival: arrival of their bits: [tokens, hidden].
-        dtype, device: of the hidden states.
-        ends: it is the last chunk of the prompt.
-    """
-
-    row: int
-    pooled: _Pooled
-    arrival: Arrival
+    row: int  # row of the step
+    pooled: _Pooled  # the vector that they belong to
+    arrival: Arrival  # arrival of their bits: [tokens, hidden]
+    # dtype, device: of the hidden states.
     dtype: torch.dtype
     device: torch.device
-    ends: bool
+    ends: bool  # it is the last chunk of the prompt
 
 
 class Pooling(Participant[list[PooledChunk]]):

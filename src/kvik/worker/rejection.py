@@ -142,14 +142,10 @@ _Ids = NDArray[np.int64]
 @frozen
 class Chains:
     """The rows of logits of requests with chains of drafts, one request after another. A request
-    with d drafts has d + 1 rows; row i follows i drafts.
+    with d drafts has d + 1 rows; row i follows i drafts."""
 
-    Attributes:
-        starts: [requests + 1] int64, first row of each.
-        judged: [rows] int64, the draft that a row's token must equal; -1 in the last row of each.
-    """
-
-    starts: _Ids
+    starts: _Ids  # [requests + 1] int64, first row of each
+    # [rows] int64, the draft that a row's token must equal; -1 in the last row of each.
     judged: _Ids
 
     @staticmethod

@@ -16,16 +16,12 @@ from kvik.worker.group import CutKeys
 
 @frozen
 class Expected:
-    """Tokens that the table counts but does not know yet, one for each of some slots.
+    """Tokens that the table counts but does not know yet, one for each of some slots."""
 
-    Attributes:
-        slots, places: [rows], their slots and their indices in the sequences.
-        entered: number of requests that had entered the table by then.
-    """
-
+    # slots, places: [rows], their slots and their indices in the sequences.
     slots: np.ndarray
     places: np.ndarray
-    entered: int
+    entered: int  # number of requests that had entered the table by then
 
 
 class RequestTable:

@@ -30,19 +30,13 @@ from kvik.worker.sampling_batch import GuessedRows, SamplingBatch, TypicalRows
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores of one token in each of some rows.
+    """Scores of one token in each of some rows."""
 
-    Attributes:
-        token_ids: [rows] int64.
-        token_logprobs: [rows] float32, log probability of the token.
-        ranks: [rows] int64, 1 is the most likely token.
-        top_ids, top: [rows, n] int64 and float32, the most likely tokens; of equally likely ones
-            the lower ids first.
-    """
-
-    token_ids: Tensor
-    token_logprobs: Tensor
-    ranks: Tensor
+    token_ids: Tensor  # [rows] int64
+    token_logprobs: Tensor  # [rows] float32, log probability of the token
+    ranks: Tensor  # [rows] int64, 1 is the most likely token
+    # top_ids, top: [rows, n] int64 and float32, the most likely tokens; of equally likely ones the
+    # lower ids first.
     top_ids: Tensor
     top: Tensor
 
@@ -147,21 +141,15 @@ class Tokens:
 
 @frozen
 class Sampled:
-    """The result of rows that were sampled together, on the device.
+    """The result of rows that were sampled together, on the device."""
 
-    Attributes:
-        token_ids: [rows] int64; meaningless in bad rows, but a valid id.
-        bad_rows: rows that are known to be bad.
-        unchecked: ([rows] largest logits, reason) pairs; a row fails with that reason if its
-            logit is not finite.
-        scores: of the rows in `logprobs`.
-        logprobs: row -> how many of the most likely tokens to report.
-    """
-
-    token_ids: Tensor
-    bad_rows: dict[int, str] = field(default_factory=dict)
+    token_ids: Tensor  # [rows] int64; meaningless in bad rows, but a valid id
+    bad_rows: dict[int, str] = field(default_factory=dict)  # rows that are known to be bad
+    # ([rows] largest logits, reason) pairs; a row fails with that reason if its logit is not
+    # finite.
     unchecked: tuple[tuple[Tensor, str], ...] = ()
-    scores: Scores | None = None
+    scores: Scores | None = None  # of the rows in `logprobs`
+    # Row -> how many of the most likely tokens to report.
     logprobs: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -196,15 +184,11 @@ NOT_FINITE = "the model's logits are not finite"
 
 @frozen
 class Guess:
-    """Sampled drafts.
+    """Sampled drafts."""
 
-    Attributes:
-        token_ids: [rows] int64.
-        probs: [rows, vocab] float32, the distribution of each draw, 0 in rows without a draw; None:
-            no row was drawn.
-    """
-
-    token_ids: Tensor
+    token_ids: Tensor  # [rows] int64
+    # [rows, vocab] float32, the distribution of each draw, 0 in rows without a draw; None: no row
+    # was drawn.
     probs: Tensor | None
 
 

@@ -48,12 +48,7 @@ class TypicalRows:
 
 @frozen
 class SamplingBatch:
-    """The parameters of one batch; `SamplingBatch()` is a greedy batch without rules.
-
-    Attributes:
-        logprobs: row -> how many of the most likely tokens to report with the sampled one.
-        beams: [n] int64, rows whose log probabilities are those by their rules.
-    """
+    """The parameters of one batch; `SamplingBatch()` is a greedy batch without rules."""
 
     edits: Edits | None = None
     penalties: Penalties | None = None
@@ -61,8 +56,9 @@ class SamplingBatch:
     random: RandomRows | None = None
     guessed: GuessedRows | None = None
     typical: TypicalRows | None = None
+    # Row -> how many of the most likely tokens to report with the sampled one.
     logprobs: dict[int, int] = field(default_factory=dict)
-    beams: Tensor | None = None
+    beams: Tensor | None = None  # [n] int64, rows whose log probabilities are those by their rules
 
     @property
     def ruled(self) -> bool:
@@ -100,16 +96,12 @@ NOTHING = Supposed(np.empty(0, np.int64), np.empty(0, np.int64))
 
 @dataclass(frozen=True, slots=True)
 class Guesses:
-    """Sampled drafts, and the rows of a batch that check them.
+    """Sampled drafts, and the rows of a batch that check them."""
 
-    Attributes:
-        rows, token_ids: [m] int64, rows ascending.
-        probs: [m, vocab] float32, the distribution of each.
-    """
-
+    # rows, token_ids: [m] int64, rows ascending.
     rows: _Ids
     token_ids: _Ids
-    probs: Tensor
+    probs: Tensor  # [m, vocab] float32, the distribution of each
 
     def part(self, first: int, last: int) -> Guesses | None:
         """Return the entries of rows first..last - 1, as a separate batch; None: there are none."""

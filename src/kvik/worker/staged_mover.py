@@ -79,19 +79,13 @@ class PageCopies(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Fetched:
-    """Pages of a load that are in rows.
-
-    Attributes:
-        pages: KV group, block, row.
-        staged: rows to free when they are copied.
-        failed: indices of missing pages.
-        tier, seconds: source of the staged pages, and the time to get them.
-    """
+    """Pages of a load that are in rows."""
 
     loading: Loading
-    pages: list[tuple[int, int, int]]
-    staged: list[int]
-    failed: list[int]
+    pages: list[tuple[int, int, int]]  # KV group, block, row
+    staged: list[int]  # rows to free when they are copied
+    failed: list[int]  # indices of missing pages
+    # tier, seconds: source of the staged pages, and the time to get them.
     tier: str
     seconds: float
 

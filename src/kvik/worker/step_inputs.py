@@ -121,16 +121,12 @@ class EnteredStates:
 
 
 class StepInputs:
-    """Takes the input arrays of steps.
+    """Takes the input arrays of steps."""
 
-    Attributes:
-        fixed: an array is written where the last one of its name and shape was, so tensors returned
-            before show later values.
-        states: what the stage before computes; None: there is none.
-    """
-
+    # An array is written where the last one of its name and shape was, so tensors returned before
+    # show later values.
     fixed: bool
-    states: EnteredStates | None = None
+    states: EnteredStates | None = None  # what the stage before computes; None: there is none
 
     def put(self, name: str, array: np.ndarray) -> Tensor:
         """Return the array as a tensor on the device, valid until the next step.

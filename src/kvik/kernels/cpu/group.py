@@ -286,14 +286,10 @@ class CutMatrices:
 
 @dataclass(frozen=True, slots=True)
 class CutExperts:
-    """The part of each expert that this process multiplies.
+    """The part of each expert that this process multiplies."""
 
-    Attributes:
-        local: the same rows of all experts.
-        up, down: which columns of the intermediate result, and of the result, it computes.
-    """
-
-    local: ExpertSet
+    local: ExpertSet  # the same rows of all experts
+    # up, down: which columns of the intermediate result, and of the result, it computes.
     up: slice
     down: slice
 

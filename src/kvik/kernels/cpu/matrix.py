@@ -95,26 +95,18 @@ MAX_GROUP_WITH_ZEROS = 256  # their sum is multiplied by the zero point in 16 bi
 
 @dataclass(frozen=True, slots=True)
 class CpuPacked:
-    """A weight packed for the native kernels.
+    """A weight packed for the native kernels."""
 
-    Attributes:
-        weight, scales, zeros: bytes in the layout of `pack_matrix`; empty if a kind has none.
-        order: [inputs] int32; None: unchanged.
-        input_scale: [1] fp32; None: there is no calibrated scale.
-        kind: MatrixKind of arguments.hpp.
-        group: inputs that share a scale; 0: all of them.
-        fp8_activations: how x is rounded, numbered as in arguments.hpp.
-        bias_pair: distance from the biases of gate to those of up; None: those of up follow.
-    """
-
+    # weight, scales, zeros: bytes in the layout of `pack_matrix`; empty if a kind has none.
     weight: Tensor
     scales: Tensor
     zeros: Tensor
-    order: Tensor | None
-    input_scale: Tensor | None
-    kind: int
-    group: int
-    fp8_activations: int
+    order: Tensor | None  # [inputs] int32; None: unchanged
+    input_scale: Tensor | None  # [1] fp32; None: there is no calibrated scale
+    kind: int  # MatrixKind of arguments.hpp
+    group: int  # inputs that share a scale; 0: all of them
+    fp8_activations: int  # how x is rounded, numbered as in arguments.hpp
+    # Distance from the biases of gate to those of up; None: those of up follow.
     bias_pair: int | None = None
 
     @property

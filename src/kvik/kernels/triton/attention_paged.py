@@ -43,19 +43,15 @@ MAX_HEAD_DIM = 512
 
 @dataclass(frozen=True, slots=True)
 class SequenceRun:
-    """The range of sequences that contains all with one number of queries.
-
-    Attributes:
-        first, last: sequences. start, end: their tokens in the flat batch.
-        context: the longest.
-    """
+    """The range of sequences that contains all with one number of queries."""
 
     queries: int
+    # first, last: sequences. start, end: their tokens in the flat batch.
     first: int
     last: int
     start: int
     end: int
-    context: int
+    context: int  # the longest
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,20 +37,15 @@ WORKSPACE = 64 << 20  # bytes of results of splits in one launch; a larger batch
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Sizes of a tile of attention, and how it is compiled.
+    """Sizes of a tile of attention, and how it is compiled."""
 
-    Attributes:
-        m, n: rows (queries times query heads of a KV head) and keys of a tile.
-        edge: keys of the prefill kernel's tiles that not every row sees.
-        max_registers: of a thread; None: as many as the compiler chooses.
-    """
-
+    # m, n: rows (queries times query heads of a KV head) and keys of a tile.
     m: int
     n: int
     num_warps: int
     num_stages: int
-    edge: int = 0
-    max_registers: int | None = None
+    edge: int = 0  # keys of the prefill kernel's tiles that not every row sees
+    max_registers: int | None = None  # of a thread; None: as many as the compiler chooses
 
 
 def split_tiles(

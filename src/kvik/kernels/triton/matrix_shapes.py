@@ -16,21 +16,16 @@ from kvik.kernels.triton.launch import ceil_div
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Sizes of a tile of a product.
+    """Sizes of a tile of a product."""
 
-    Attributes:
-        outputs, tokens: per program.
-        stages: steps of 128 inputs that are loaded or being loaded.
-        splits: most splits of the inputs; only for tiles that all tokens fit into, or two of them.
-        programs: inputs are split until there are this many.
-    """
-
+    # outputs, tokens: per program.
     outputs: int
     tokens: int
     num_warps: int
-    stages: int
+    stages: int  # steps of 128 inputs that are loaded or being loaded
+    # Most splits of the inputs; only for tiles that all tokens fit into, or two of them.
     splits: int = 1
-    programs: int = 256
+    programs: int = 256  # inputs are split until there are this many
 
 
 MIN_OUTPUTS = 32  # of a tile

@@ -137,29 +137,22 @@ MIN_GROUP = 16
 
 @dataclass(frozen=True, slots=True)
 class TritonPacked:
-    """A quantised weight on a GPU.
+    """A quantised weight on a GPU."""
 
-    Attributes:
-        values: words [row tiles, word tiles, 64, 16] int32, or bytes [rows, inputs] int8 or
-            float8_e4m3fn, padded.
-        scales: [groups, rows], or [rows] if the group is 0; fp32, or int32 that also holds a zero
-            point or minimum, or uint8 for E2M1.
-        factors: [2, rows] fp32 of scales and minima; None: there are no minima.
-        order: [inputs] int32; None: unchanged.
-        input_scale: [1] fp32 of calibrated activations.
-        squares: scales of square blocks, for E4M3 in groups of 128, if x has such groups too.
-        single_scale: for E4M3, if x has a calibrated scale.
-        arrivals: [row tiles] int32, zeros between two products: see `linear_end.py`. So products
-            with one matrix must not overlap: they use one stream, or streams that wait.
-    """
-
+    # Words [row tiles, word tiles, 64, 16] int32, or bytes [rows, inputs] int8 or float8_e4m3fn,
+    # padded.
     values: Tensor
+    # [groups, rows], or [rows] if the group is 0; fp32, or int32 that also holds a zero point or
+    # minimum, or uint8 for E2M1.
     scales: Tensor
-    factors: Tensor | None
-    order: Tensor | None
-    input_scale: Tensor | None
+    factors: Tensor | None  # [2, rows] fp32 of scales and minima; None: there are no minima
+    order: Tensor | None  # [inputs] int32; None: unchanged
+    input_scale: Tensor | None  # [1] fp32 of calibrated activations
+    # Scales of square blocks, for E4M3 in groups of 128, if x has such groups too.
     squares: Squares | None
-    single_scale: SingleScale | None
+    single_scale: SingleScale | None  # for E4M3, if x has a calibrated scale
+    # [row tiles] int32, zeros between two products: see `linear_end.py`. So products with one
+    # matrix must not overlap: they use one stream, or streams that wait.
     arrivals: Tensor
 
 

@@ -32,20 +32,15 @@ class DraftRows:
 
 @frozen
 class Drafts:
-    """Proposed tokens.
+    """Proposed tokens."""
 
-    Attributes:
-        counts: [rows] int64, number of drafts of each row, at most its limit.
-        token_ids: [sum of counts] int64, row after row.
-        tree: None: each draft follows the one before it. Else row i's drafts are the first nodes of
-            the tree, in order.
-        probs: [sum of counts, vocab] fp32, the distribution each draft was sampled from; None if no
-            drafts were sampled. Not read for rows of `SamplingTable.must_match`.
-    """
-
-    counts: np.ndarray
-    token_ids: np.ndarray
+    counts: np.ndarray  # [rows] int64, number of drafts of each row, at most its limit
+    token_ids: np.ndarray  # [sum of counts] int64, row after row
+    # None: each draft follows the one before it. Else row i's drafts are the first nodes of the
+    # tree, in order.
     tree: DraftTree | None = None
+    # [sum of counts, vocab] fp32, the distribution each draft was sampled from; None if no drafts
+    # were sampled. Not read for rows of `SamplingTable.must_match`.
     probs: Tensor | None = None
 
     @staticmethod
