@@ -77,24 +77,21 @@ class StepLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """K and V of one layer. A backend may order the elements within a block in its own way.
+    """K and V of one layer. A backend may order the elements within a block in its own way."""
 
-    Attributes:
-        k, v: [num_blocks, block_size, kv_heads, head_dim], in four bits [..., head_dim / 2]. For
-            latent vectors v has no columns: a value is the first channels of its key.
-        k_scales, v_scales: [num_blocks, block_size, kv_heads], if k and v are rounded
-            (kernels/kv_rounding.py); None: they are floats, of any dtype.
-        queries: [slots, last, heads, head_dim] fp32, the last queries of each request, scaled; the
-            query of position p is in row p % last. None: the layer keeps all tokens.
-        index: [num_blocks, block_size, 1, dim], the key of an indexer of each token; None: the
-            layer has none.
-    """
-
+    # k, v: [num_blocks, block_size, kv_heads, head_dim], in four bits [..., head_dim / 2]. For
+    # latent vectors v has no columns: a value is the first channels of its key.
     k: Tensor
     v: Tensor
+    # k_scales, v_scales: [num_blocks, block_size, kv_heads], if k and v are rounded
+    # (kernels/kv_rounding.py); None: they are floats, of any dtype.
     k_scales: Tensor | None = None
     v_scales: Tensor | None = None
+    # [slots, last, heads, head_dim] fp32, the last queries of each request, scaled; the query of
+    # position p is in row p % last. None: the layer keeps all tokens.
     queries: Tensor | None = None
+    # [num_blocks, block_size, 1, dim], the key of an indexer of each token; None: the layer has
+    # none.
     index: Tensor | None = None
 
     @property
@@ -112,16 +109,13 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMSNorm of each head of q and of k (Qwen3; `Ops.rms_norm`).
+    """RMSNorm of each head of q and of k (Qwen3; `Ops.rms_norm`)."""
 
-    Attributes:
-        q, k: [head_dim], weights; k is None if another layer stores the keys.
-        after: they follow the rotation, else they precede it. Not with sinks of a window.
-    """
-
+    # q, k: [head_dim], weights; k is None if another layer stores the keys.
     q: Tensor
     k: Tensor | None
     eps: float
+    # They follow the rotation, else they precede it. Not with sinks of a window.
     after: bool = False
 
     def normalised(self, ops: Ops, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -141,25 +135,21 @@ OPTIONS = frozenset(NAMED_OPTIONS)
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What attention computes in one layer, fixed when the model is built.
+    """What attention computes in one layer, fixed when the model is built."""
 
-    Attributes:
-        scale: of the scores.
-        norms: of the heads of q and k; None: none. The backend applies them, so that a kernel can
-            do it while it writes k into the cache.
-        softcap: a scaled score s becomes softcap * tanh(s / softcap); None: it is unchanged.
-        sinks: [heads] fp32, an extra score of each head, with no value, in addition to those of the
-            keys it sees; None: none.
-        local_heads: the consumer of the result can use the heads of one process only (`Between`).
-        bidirectional: how far from its own position, on either side, a query sees the keys of its
-            sequence, which are all in the step; None: it sees no later keys (causal).
-    """
-
-    scale: float
+    scale: float  # of the scores
+    # Of the heads of q and k; None: none. The backend applies them, so that a kernel can do it
+    # while it writes k into the cache.
     norms: HeadNorms | None = None
+    # A scaled score s becomes softcap * tanh(s / softcap); None: it is unchanged.
     softcap: float | None = None
+    # [heads] fp32, an extra score of each head, with no value, in addition to those of the keys it
+    # sees; None: none.
     sinks: Tensor | None = None
+    # The consumer of the result can use the heads of one process only (`Between`).
     local_heads: bool = False
+    # How far from its own position, on either side, a query sees the keys of its sequence, which
+    # are all in the step; None: it sees no later keys (causal).
     bidirectional: int | None = None
 
     @property
@@ -178,30 +168,26 @@ class AttentionMetadata:
 
 @frozen
 class Attend:
-    """The inputs of attention in one layer and step.
+    """The inputs of attention in one layer and step."""
 
-    Attributes:
-        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], or None: another layer has
-            already stored K and V of this step in the same cache. A backend that rotates q and k
-            may overwrite them.
-        kv, metadata: the layer's cache, and the plan of its KV group.
-        spec: what the layer computes.
-        rotation: [tokens, head_dim] fp32 for `Ops.rotary`; None: no rotation. The backend rotates,
-            so that a kernel can do it while it writes k into the cache.
-        q_rotation: the same for q, if it is rotated differently from k; None: as k.
-        sink_rotation: the same for queries on sinks of the window. Keys are stored rotated by their
-            positions, so q is rotated a second time, for the position after all keys that it sees.
-            None: as for other keys.
-    """
-
+    # [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], or None: another layer has
+    # already stored K and V of this step in the same cache. A backend that rotates q and k may
+    # overwrite them.
     q: Tensor
     k: Tensor | None
     v: Tensor | None
+    # kv, metadata: the layer's cache, and the plan of its KV group.
     kv: LayerKV
     metadata: AttentionMetadata
-    spec: AttentionSpec
+    spec: AttentionSpec  # what the layer computes
+    # [tokens, head_dim] fp32 for `Ops.rotary`; None: no rotation. The backend rotates, so that a
+    # kernel can do it while it writes k into the cache.
     rotation: Tensor | None = None
+    # The same for q, if it is rotated differently from k; None: as k.
     q_rotation: Tensor | None = None
+    # The same for queries on sinks of the window. Keys are stored rotated by their positions, so q
+    # is rotated a second time, for the position after all keys that it sees. None: as for other
+    # keys.
     sink_rotation: Tensor | None = None
 
     def for_sinks(self, ops: Ops) -> Tensor | None:

@@ -35,18 +35,14 @@ MAX_HEAD_DIM = 256  # of both
 
 @dataclass(frozen=True, slots=True)
 class FreshPrompt:
-    """A sequence all of whose tokens are in this step.
+    """A sequence all of whose tokens are in this step."""
 
-    Attributes:
-        start, end: its tokens in the flat batch.
-        tokens: [padded length] int64, the same, with the last one repeated; None: no padding.
-        keys: [padded length] int64, their KV positions.
-    """
-
+    # start, end: its tokens in the flat batch.
     start: int
     end: int
+    # [padded length] int64, the same, with the last one repeated; None: no padding.
     tokens: Tensor | None
-    keys: Tensor
+    keys: Tensor  # [padded length] int64, their KV positions
 
     def rows_of(self, x: Tensor) -> Tensor:
         """x [tokens of the step, ...] -> [padded length, ...]."""

@@ -48,19 +48,16 @@ MAX_KEYS = 16384  # gathered keys of a batch with several rows: bounds the works
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """One query.
+    """One query."""
 
-    Attributes:
-        seq, token: index of its sequence, and of the query in the flat batch.
-        first, visible: the first position that it sees, and the number of positions.
-        path: for a node of a tree, the places in the sequence of the nodes on the path to it, which
-            replace the last positions.
-    """
-
+    # seq, token: index of its sequence, and of the query in the flat batch.
     seq: int
     token: int
+    # first, visible: the first position that it sees, and the number of positions.
     first: int
     visible: int
+    # For a node of a tree, the places in the sequence of the nodes on the path to it, which replace
+    # the last positions.
     path: tuple[int, ...] = ()
 
     @property

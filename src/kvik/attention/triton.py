@@ -41,17 +41,13 @@ from kvik.spec.visible_keys import Window
 
 @dataclass(frozen=True, slots=True)
 class TritonMetadata(AttentionMetadata):
-    """The plan of a step.
+    """The plan of a step."""
 
-    Attributes:
-        steps: the sequences between the fresh prompts; without fresh prompts, one step of all.
-        fresh: prompts that torch's kernels compute, in layers that they support.
-        all: one step of all sequences, for other layers.
-    """
-
+    # The sequences between the fresh prompts; without fresh prompts, one step of all.
     steps: tuple[PagedStep, ...]
+    # Prompts that torch's kernels compute, in layers that they support.
     fresh: tuple[FreshPrompt, ...]
-    all: tuple[PagedStep, ...]
+    all: tuple[PagedStep, ...]  # one step of all sequences, for other layers
 
 
 class TritonAttention(AttentionBackend):

@@ -67,25 +67,21 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of a step and of the queue, and the policy.
-
-    Attributes:
-        num_lookahead_tokens: places in the KV cache that a decoding request gets beyond its step,
-            if there are spare blocks.
-        stages: of the pipeline; each computes a different step at the same time.
-        max_wait: seconds for which a batch waits to fill; None: the policy's default.
-        whole_prompts: requests are prompts without output, each computed by a single step.
-    """
+    """Limits of a step and of the queue, and the policy."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     policy: str = "fcfs"
     batch_size: int = 8
+    # Seconds for which a batch waits to fill; None: the policy's default.
     max_wait: float | None = None
     ageing: float = 10.0
     max_queued_requests: int = 4096
     max_queued_tokens: int = 4_194_304
+    # Places in the KV cache that a decoding request gets beyond its step, if there are spare
+    # blocks.
     num_lookahead_tokens: int = 0
-    stages: int = 1
+    stages: int = 1  # of the pipeline; each computes a different step at the same time
+    # Requests are prompts without output, each computed by a single step.
     whole_prompts: bool = False

@@ -24,15 +24,12 @@ from kvik.spec.visible_keys import NEVER, VisibleKeys
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """A prefix that need not be computed: its length, and its blocks per group.
-
-    Attributes:
-        num_shared: tokens whose blocks are cached; more than `num_tokens` if there is no checkpoint
-            of states at that place.
-    """
+    """A prefix that need not be computed: its length, and its blocks per group."""
 
     num_tokens: int
     block_ids: list[list[int]] = field(default_factory=list)
+    # Tokens whose blocks are cached; more than `num_tokens` if there is no checkpoint of states at
+    # that place.
     num_shared: int = 0
 
 

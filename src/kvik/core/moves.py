@@ -96,17 +96,13 @@ class Load:
 
 @dataclass(slots=True)
 class ReachablePrefix:
-    """A prefix that is in the KV cache or in tiers.
-
-    Attributes:
-        missing: pages that are only in a tier, and the tier; those of a state are last.
-        cached: blocks of the other pages.
-        state: hash of the prefix whose state is only in a tier; None: no state is missing.
-    """
+    """A prefix that is in the KV cache or in tiers."""
 
     num_tokens: int
+    # Pages that are only in a tier, and the tier; those of a state are last.
     missing: list[tuple[PageKey, str]]
-    cached: list[int]
+    cached: list[int]  # blocks of the other pages
+    # Hash of the prefix whose state is only in a tier; None: no state is missing.
     state: bytes | None = None
 
 

@@ -78,28 +78,21 @@ class PageLease:
 
 @frozen
 class Moved:
-    """Results of moves since the last step result.
+    """Results of moves since the last step result."""
 
-    Attributes:
-        loaded: tickets of loads that are done, each with the indices of pages that failed.
-        stored: pages that the disk tier has from now on.
-        lost: pages that the disk tier does not have (any more).
-        found: pages that were found in the disk tier, least recently used first.
-        rates: of loads: tier, bytes, seconds.
-        off: why the disk tier was turned off; "": it was not.
-        scanned: the listing of what the disk tier had at the start is complete.
-        address: where this engine serves pages to others; sent once.
-        returned: leases that ended without a plan ending them.
-    """
-
+    # Tickets of loads that are done, each with the indices of pages that failed.
     loaded: list[tuple[int, list[int]]] = field(default_factory=list)
-    stored: list[PageKey] = field(default_factory=list)
+    stored: list[PageKey] = field(default_factory=list)  # pages that the disk tier has from now on
+    # Pages that the disk tier does not have (any more).
     lost: list[PageKey] = field(default_factory=list)
+    # Pages that were found in the disk tier, least recently used first.
     found: list[PageKey] = field(default_factory=list)
+    # Of loads: tier, bytes, seconds.
     rates: list[tuple[str, int, float]] = field(default_factory=list)
-    off: str = ""
-    scanned: bool = False
-    address: tuple[str, int] | None = None
+    off: str = ""  # why the disk tier was turned off; "": it was not
+    scanned: bool = False  # the listing of what the disk tier had at the start is complete
+    address: tuple[str, int] | None = None  # where this engine serves pages to others; sent once
+    # Leases that ended without a plan ending them.
     returned: list[str] = field(default_factory=list)
 
 
@@ -123,10 +116,6 @@ class SchedulerOutput:
     continue while steps run), `left_sources`, `freed_slots`, `state_copies`, `new_requests`,
     `new_blocks`, `budget_cuts`, `block_copies`, forward. A cut reads blocks that later cuts, copies
     and the forward may write. A plan without rows has only moves, and its result waits for loads.
-
-    Attributes:
-        state_copies: source and target rows of the pool of states, in order. The row of a running
-            request is its slot; the rows of checkpoints follow those of all slots.
     """
 
     step: int
@@ -138,6 +127,8 @@ class SchedulerOutput:
     new_blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)  # slot, group, ids
     freed_slots: list[int] = field(default_factory=list)
     block_copies: list[tuple[int, int]] = field(default_factory=list)  # source id, target id
+    # Source and target rows of the pool of states, in order. The row of a running request is its
+    # slot; the rows of checkpoints follow those of all slots.
     state_copies: list[tuple[int, int]] = field(default_factory=list)
     budget_cuts: list[BudgetCut] = field(default_factory=list)
     drops: list[PageKey] = field(default_factory=list)  # pages of the disk tier to delete
@@ -176,20 +167,7 @@ class GraphCounts:
 
 @dataclass(slots=True)
 class ModelRunnerOutput:
-    """The result of one step, row by row in the plan's order.
-
-    Attributes:
-        seconds: of the step, including making drafts.
-        turn_seconds: of the step without making drafts, plus the engine's work before it, if a row
-            sampled and there is speculation; else 0.0.
-        ended: rows whose structured text is complete with their last token.
-        draft_times: None: no speculation, or the step neither had nor made drafts.
-        draft_places: if drafts form a tree: [n] is the depth of the first n drafts; None: each
-            draft follows the one before it.
-        graphs: None: unchanged, or nothing is captured on this device.
-        threads: number of compute threads from now on; None: unchanged, or no native kernels.
-        moved: results of moves; None: there are none.
-    """
+    """The result of one step, row by row in the plan's order."""
 
     step: int
     token_ids: list[list[int]]  # accepted drafts + 1 for sampling rows, empty for others
@@ -198,11 +176,18 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by row
     embeddings: dict[int, list[float]] = field(default_factory=dict)  # by row, with its last token
     errors: dict[int, str] = field(default_factory=dict)  # rows whose own code failed
+    # Rows whose structured text is complete with their last token.
     ended: set[int] = field(default_factory=set)
-    seconds: float = 0.0
+    seconds: float = 0.0  # of the step, including making drafts
+    # Of the step without making drafts, plus the engine's work before it, if a row sampled and
+    # there is speculation; else 0.0.
     turn_seconds: float = 0.0
+    # None: no speculation, or the step neither had nor made drafts.
     draft_times: DraftTimes | None = None
+    # If drafts form a tree: [n] is the depth of the first n drafts; None: each draft follows the
+    # one before it.
     draft_places: Sequence[int] | None = None
-    graphs: GraphCounts | None = None
+    graphs: GraphCounts | None = None  # None: unchanged, or nothing is captured on this device
+    # Number of compute threads from now on; None: unchanged, or no native kernels.
     threads: int | None = None
-    moved: Moved | None = None
+    moved: Moved | None = None  # results of moves; None: there are none

@@ -41,18 +41,14 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What an engine reports to its router after steps.
+    """What an engine reports to its router after steps."""
 
-    Attributes:
-        changes: of its prefix cache since the previous report; None: there were none.
-        kv_usage: share of its blocks that requests hold, 0 to 1.
-        prefill_rate: prompt tokens per second in its last steps; None: nothing was measured.
-        served: weighted tokens that each tenant got since the previous report (`FairShare`).
-    """
-
+    # Of its prefix cache since the previous report; None: there were none.
     changes: ContentChanges | None = None
-    kv_usage: float = 0.0
+    kv_usage: float = 0.0  # share of its blocks that requests hold, 0 to 1
+    # Prompt tokens per second in its last steps; None: nothing was measured.
     prefill_rate: float | None = None
+    # Weighted tokens that each tenant got since the previous report (`FairShare`).
     served: dict[str, int] = field(default_factory=dict)
 
 

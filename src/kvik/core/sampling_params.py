@@ -90,13 +90,10 @@ class LogitBias(Kind):
 @dataclass(frozen=True)
 class Words(Kind):
     """Words, or sequences of token ids; None is none. Words become token ids at the frontend
-    (`text/tokenizer.py`); the engine sees ids.
+    (`text/tokenizer.py`); the engine sees ids."""
 
-    Attributes:
-        last: a word means its last token inside a text; else it means all its tokens, as encoded
-            at the start of a line and after a space.
-    """
-
+    # A word means its last token inside a text; else it means all its tokens, as encoded at the
+    # start of a line and after a space.
     last: bool = False
 
     repeats = True

@@ -26,27 +26,23 @@ ConstraintKind = Literal["json", "regex", "choice", "grammar", "lark", "checked"
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A constraint on a text.
+    """A constraint on a text."""
 
-    Attributes:
-        kind: of the source.
-        source: a JSON Schema as JSON; a regular expression in Rust's syntax that matches the whole
-            text; a JSON list of texts; or a grammar: Lark, GBNF, or llguidance's own JSON. For kind
-            "checked" it is llguidance's; for "lark" one written by the frontend. Callers use
-            neither of these two kinds.
-        strict: a schema is refused if a part of it cannot be enforced; else that part is dropped.
-        whitespace: JSON may have spaces and line breaks between its tokens; else it is laid out as
-            `json.dumps` does.
-        name: of the request field that holds it, for errors.
-        around: a Lark grammar of the whole answer, in which `@answer` is this text; "": the answer
-            is only this text.
-    """
-
-    kind: ConstraintKind
+    kind: ConstraintKind  # of the source
+    # A JSON Schema as JSON; a regular expression in Rust's syntax that matches the whole text; a
+    # JSON list of texts; or a grammar: Lark, GBNF, or llguidance's own JSON. For kind "checked" it
+    # is llguidance's; for "lark" one written by the frontend. Callers use neither of these two
+    # kinds.
     source: str
+    # A schema is refused if a part of it cannot be enforced; else that part is dropped.
     strict: bool = False
+    # JSON may have spaces and line breaks between its tokens; else it is laid out as `json.dumps`
+    # does.
     whitespace: bool = False
+    # Of the request field that holds it, for errors.
     name: str = field(default="structured", compare=False)
+    # A Lark grammar of the whole answer, in which `@answer` is this text; "": the answer is only
+    # this text.
     around: str = ""
 
     def called(self, name: str) -> Constraint:

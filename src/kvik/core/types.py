@@ -50,11 +50,7 @@ MAX_SIZES = 32
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Totals of the scheduler since the start.
-
-    Attributes:
-        step_sizes: [i] steps of more than 2^(i - 1) and up to 2^i tokens.
-    """
+    """Totals of the scheduler since the start."""
 
     steps: int = 0
     rows: int = 0  # requests, each counted in every step that computes for it
@@ -63,6 +59,7 @@ class SchedulerCounters:
     preemptions: int = 0
     prefix_queries: int = 0  # tokens looked up
     prefix_hits: int = 0  # tokens found
+    # [i] steps of more than 2^(i - 1) and up to 2^i tokens.
     step_sizes: list[int] = field(default_factory=lambda: [0] * MAX_SIZES)
 
 
@@ -131,17 +128,13 @@ class RequestSpeculation:
     The times cover decoding steps, with and without drafts, for which the time without drafts is
     known. It is unknown for steps with chunks of prompts, and until a step without drafts was
     measured. A step counts in full for each completion that decodes in it, since each waits for
-    the whole step.
+    the whole step."""
 
-    Attributes:
-        drafts: how many were computed and accepted, by place.
-        seconds: duration of these steps, including making drafts.
-        plain_seconds: duration of steps without drafts for the same tokens, one token per step, as
-            measured recently for the same number of requests. See `DraftTimes`.
-    """
-
+    # How many were computed and accepted, by place.
     drafts: DraftCounts = field(default_factory=DraftCounts)
-    seconds: float = 0.0
+    seconds: float = 0.0  # duration of these steps, including making drafts
+    # Duration of steps without drafts for the same tokens, one token per step, as measured recently
+    # for the same number of requests. See `DraftTimes`.
     plain_seconds: float = 0.0
 
     @property

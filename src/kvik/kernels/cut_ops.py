@@ -36,25 +36,19 @@ Runs = list[tuple[int, int]]  # first and end of each
 
 @dataclass(slots=True)
 class MatrixPart:
-    """The part of a matrix that a process has.
+    """The part of a matrix that a process has."""
 
-    Attributes:
-        local: a matrix of only this part; without rows or inputs, there is nothing to multiply.
-        rows: of the whole matrix, in the order of the rows of `local`.
-        columns: of the product, likewise.
-        inputs: the range that it reads, so its product is a partial sum; None: all.
-        widths: columns that each process computes, which all gather; (): they are not gathered.
-        read: inputs that each process has, which are gathered first; (): all have all inputs.
-        filled: whether the bias of `local` is set.
-    """
-
+    # A matrix of only this part; without rows or inputs, there is nothing to multiply.
     local: Matrix
-    rows: Runs
-    columns: Runs
+    rows: Runs  # of the whole matrix, in the order of the rows of `local`
+    columns: Runs  # of the product, likewise
+    # The range that it reads, so its product is a partial sum; None: all.
     inputs: tuple[int, int] | None
+    # Columns that each process computes, which all gather; (): they are not gathered.
     widths: tuple[int, ...] = ()
+    # Inputs that each process has, which are gathered first; (): all have all inputs.
     read: tuple[int, ...] = ()
-    filled: bool = False
+    filled: bool = False  # whether the bias of `local` is set
 
     @property
     def empty(self) -> bool:

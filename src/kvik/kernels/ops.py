@@ -131,23 +131,18 @@ Gate = Literal["silu", "sigmoid", "none"]  # function applied to the gate of `Op
 
 @dataclass(frozen=True, slots=True)
 class StateHeads:
-    """The heads of a gated delta net or of a state space, with learned parameters.
+    """The heads of a gated delta net or of a state space, with learned parameters."""
 
-    Attributes:
-        decay: [value_heads] fp32, of how fast they forget.
-        bias: [value_heads] fp32, of the same; or [value_heads * key_dim]: each row of a state
-            decays by its own gate (Kimi Delta Attention, Kimi team 2025, arXiv 2510.26692).
-        key_heads: each serves value_heads / key_heads consecutive value heads.
-        skip: [value_heads] fp32, factor with which values are added to the outputs of a state
-            space; None: a gated delta net.
-        beta_scale: multiplies the share of a value that a delta net writes; with 2, a token can
-            reverse what the state holds for its key.
-    """
-
-    decay: Tensor
+    decay: Tensor  # [value_heads] fp32, of how fast they forget
+    # [value_heads] fp32, of the same; or [value_heads * key_dim]: each row of a state decays by its
+    # own gate (Kimi Delta Attention, Kimi team 2025, arXiv 2510.26692).
     bias: Tensor
-    key_heads: int
+    key_heads: int  # each serves value_heads / key_heads consecutive value heads
+    # [value_heads] fp32, factor with which values are added to the outputs of a state space; None:
+    # a gated delta net.
     skip: Tensor | None = None
+    # Multiplies the share of a value that a delta net writes; with 2, a token can reverse what the
+    # state holds for its key.
     beta_scale: float = 1.0
 
     @property

@@ -50,31 +50,27 @@ PER_OUTPUT, SHARED = ("values", "scales", "zeros", "minima"), ("order", "input_s
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Some outputs of a linear layer, stored according to its kind.
-
-    Attributes:
-        values: [outputs, inputs], floats, int8 or float8_e4m3fn; for four bits [outputs, inputs /
-            2] uint8, two per byte, the low half the even input. With the native kernels a NaN of
-            E4M3 makes its whole output NaN.
-        scales: fp32; [outputs] if the group is 0, else [outputs, ceil(inputs / group)]; None for
-            floats. For int4 the native kernels keep eleven binary digits: all digits of fp16 and
-            bfloat16 numbers. For E4M3 the scales of a tensor or of square blocks are repeated for
-            each output. For mxfp4 uint8: s in 0..254 (E8M0) is 2^(s - 127).
-        zeros: [outputs, groups] uint8, in 0..15, if the kind has them.
-        minima: [outputs, groups] fp32, if the kind has them, stored like the scales. A zero point
-            that is not an integer becomes a minimum: zero * scale.
-        order: [inputs] int32, a permutation, if the kind is ordered: input i of `values` is input
-            order[i] of the layer.
-        input_scale: [1] fp32, if activations are "static": x / input_scale is rounded. Layers that
-            become rows of one matrix share the largest of their scales.
-    """
+    """Some outputs of a linear layer, stored according to its kind."""
 
     kind: WeightKind
+    # [outputs, inputs], floats, int8 or float8_e4m3fn; for four bits [outputs, inputs / 2] uint8,
+    # two per byte, the low half the even input. With the native kernels a NaN of E4M3 makes its
+    # whole output NaN.
     values: Tensor
+    # fp32; [outputs] if the group is 0, else [outputs, ceil(inputs / group)]; None for floats. For
+    # int4 the native kernels keep eleven binary digits: all digits of fp16 and bfloat16 numbers.
+    # For E4M3 the scales of a tensor or of square blocks are repeated for each output. For mxfp4
+    # uint8: s in 0..254 (E8M0) is 2^(s - 127).
     scales: Tensor | None = None
-    zeros: Tensor | None = None
+    zeros: Tensor | None = None  # [outputs, groups] uint8, in 0..15, if the kind has them
+    # [outputs, groups] fp32, if the kind has them, stored like the scales. A zero point that is not
+    # an integer becomes a minimum: zero * scale.
     minima: Tensor | None = None
+    # [inputs] int32, a permutation, if the kind is ordered: input i of `values` is input order[i]
+    # of the layer.
     order: Tensor | None = None
+    # [1] fp32, if activations are "static": x / input_scale is rounded. Layers that become rows of
+    # one matrix share the largest of their scales.
     input_scale: Tensor | None = None
 
     @staticmethod
@@ -297,29 +293,24 @@ def _grouped(values: Tensor, group: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class MatrixSpec:
-    """A matrix without its values: a weight, and the operations after the product.
+    """A matrix without its values: a weight, and the operations after the product."""
 
-    Attributes:
-        kind, rows, inputs: of the weight.
-        bias: whether there is one.
-        heads: number of heads that share the rows in `Ops.linear_each`; 0: it is for `linear`.
-        expert: number of the expert that it belongs to, and number of experts; None: no expert.
-        between: the heads or channels that it computes or reads, if processes can divide them;
-            None: they cannot.
-        replicable: it is so small that each process may have all of it.
-    """
-
+    # kind, rows, inputs: of the weight.
     kind: WeightKind
     rows: int
     inputs: int
-    bias: bool
+    bias: bool  # whether there is one
     activation: Activation | None
     out_dtype: torch.dtype
     device: torch.device
+    # Number of heads that share the rows in `Ops.linear_each`; 0: it is for `linear`.
     heads: int = 0
+    # Number of the expert that it belongs to, and number of experts; None: no expert.
     expert: tuple[int, int] | None = None
+    # The heads or channels that it computes or reads, if processes can divide them; None: they
+    # cannot.
     between: Between | None = None
-    replicable: bool = False
+    replicable: bool = False  # it is so small that each process may have all of it
 
     @property
     def outputs(self) -> int:

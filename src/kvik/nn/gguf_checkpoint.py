@@ -168,16 +168,13 @@ BYTES = "U8"
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A `TensorRun` to be read: `rows` rows of a tensor from `first` on.
-
-    Attributes:
-        order: [rows] int64, their rows in the file; None: rows `first`.. of the file, still to be
-            converted by the tensor's change.
-    """
+    """A `TensorRun` to be read: `rows` rows of a tensor from `first` on."""
 
     tensor: GgufTensor
     first: int
     rows: int
+    # [rows] int64, their rows in the file; None: rows `first`.. of the file, still to be converted
+    # by the tensor's change.
     order: Tensor | None = None
 
     @property

@@ -129,18 +129,14 @@ def _part(storage: torch.Tensor, part: int, shape: tuple[int, ...]) -> torch.Ten
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
-    """The states of one layer.
+    """The states of one layer."""
 
-    Attributes:
-        convolved: [rows, width - 1 + most drafts, channels] fp32, inputs of its convolution: the
-            last of known tokens, then those of drafts.
-        matrices: [rows, value_heads, key_dim, value_dim] fp32, of its recurrence, if any.
-        log: [rows, most drafts, channels + gates] fp32, inputs of the recurrence.
-    """
-
+    # [rows, width - 1 + most drafts, channels] fp32, inputs of its convolution: the last of known
+    # tokens, then those of drafts.
     convolved: torch.Tensor
+    # [rows, value_heads, key_dim, value_dim] fp32, of its recurrence, if any.
     matrices: torch.Tensor
-    log: torch.Tensor
+    log: torch.Tensor  # [rows, most drafts, channels + gates] fp32, inputs of the recurrence
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,13 +249,10 @@ class Heads:
 
 @dataclass(slots=True)
 class Xielu:
-    """xIELU (Huang and Schlag 2024), whose two factors are learned.
-
-    Attributes:
-        factors: [2] fp32, above and below 0; on the host `positive` and `negative`, once loaded.
-    """
+    """xIELU (Huang and Schlag 2024), whose two factors are learned."""
 
     ops: Ops
+    # [2] fp32, above and below 0; on the host `positive` and `negative`, once loaded.
     factors: Tensor
     positive: float = 0.0
     negative: float = 0.0

@@ -65,25 +65,21 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What is added to a weight: scale * b @ a. The files are read when a matrix is used.
+    """What is added to a weight: scale * b @ a. The files are read when a matrix is used."""
 
-    Attributes:
-        alpha, by_root: the scale is alpha over the rank, or over its root.
-        a, b: [rank, inputs] and [outputs, rank]; for all experts of a layer, as PEFT stores them,
-            [experts * rank, inputs] and [outputs, rank * experts].
-        turned: the product is transposed.
-        expert: whose product it is, and the number of experts whose products are stored together.
-        span: first and end of the product's rows, which are added to the weight; None: all.
-        read: keeps the latest tensors in memory, since many experts read the same ones.
-    """
-
+    # a, b: [rank, inputs] and [outputs, rank]; for all experts of a layer, as PEFT stores them,
+    # [experts * rank, inputs] and [outputs, rank * experts].
     a: Stored
     b: Stored
+    # alpha, by_root: the scale is alpha over the rank, or over its root.
     alpha: float
     by_root: bool
-    turned: bool = False
+    turned: bool = False  # the product is transposed
+    # Whose product it is, and the number of experts whose products are stored together.
     expert: tuple[int, int] = (0, 1)
+    # First and end of the product's rows, which are added to the weight; None: all.
     span: tuple[int, int] | None = None
+    # Keeps the latest tensors in memory, since many experts read the same ones.
     read: Callable[[Stored], Tensor] = Stored.read
 
     @property

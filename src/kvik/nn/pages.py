@@ -51,13 +51,9 @@ class PagePart:
 
 @dataclass(frozen=True, slots=True)
 class PageName:
-    """Identifies the content of a page.
+    """Identifies the content of a page."""
 
-    Attributes:
-        fingerprint: `FINGERPRINT_BYTES`, of everything but the tokens that keys and values depend
-            on.
-    """
-
+    # `FINGERPRINT_BYTES`, of everything but the tokens that keys and values depend on.
     fingerprint: bytes
     group: int
     hash: bytes

@@ -47,17 +47,13 @@ def unwatched(matrix: int, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class BlockInputs:
-    """The inputs of a block for some windows.
+    """The inputs of a block for some windows."""
 
-    Attributes:
-        x: [windows, tokens, hidden], the residual stream.
-        token_inputs: [windows, tokens, width], the layer's own input of each token; None: none.
-        kv: [windows, tokens, kv_heads * 2 * head_dim], keys and values that an earlier layer
-            stored; None: the layer computes its own.
-    """
-
-    x: Tensor
+    x: Tensor  # [windows, tokens, hidden], the residual stream
+    # [windows, tokens, width], the layer's own input of each token; None: none.
     token_inputs: Tensor | None = None
+    # [windows, tokens, kv_heads * 2 * head_dim], keys and values that an earlier layer stored;
+    # None: the layer computes its own.
     kv: Tensor | None = None
 
 

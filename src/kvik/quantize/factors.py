@@ -310,16 +310,13 @@ FindScales = Callable[[Fold, Mapping[str, Tensor], InputStatistics], Tensor]
 
 @dataclass(slots=True)
 class Folded:
-    """The tensors of a block after folding.
+    """The tensors of a block after folding."""
 
-    Attributes:
-        weights: of the linear layers by name, [outputs, inputs]; changed ones in fp32.
-        tensors: norms and biases that changed, by name in the checkpoint.
-        scales: folded factors [inputs] of a matrix, by its number; its inputs are x / scales.
-    """
-
+    # Of the linear layers by name, [outputs, inputs]; changed ones in fp32.
     weights: dict[str, Tensor]
+    # Norms and biases that changed, by name in the checkpoint.
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    # Folded factors [inputs] of a matrix, by its number; its inputs are x / scales.
     scales: dict[int, Tensor] = field(default_factory=dict)
 
     def sample(self, matrix: int, statistics: InputStatistics) -> Tensor:

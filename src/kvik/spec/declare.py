@@ -100,125 +100,101 @@ def separate_wiring(fields: Fields) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What an architecture implies beyond the sizes in its config.json.
+    """What an architecture implies beyond the sizes in its config.json."""
 
-    Attributes:
-        name: as in `architectures` of config.json.
-        model_type: as in config.json; used if config.json names no architecture.
-        models: common names of its models.
-        make: the constructor of its network.
-        layers: reads the facts that differ between layers.
-        experts: reads which layers have routed experts; None: no layer.
-        optional_experts: some of its models have no layer with experts.
-        qkv_bias, o_bias, mlp_bias, head_bias, qk_norm: a fact, or the config.json key that decides
-            (false if absent).
-        value_norm: heads of values are normalised.
-        tied: default of `tie_word_embeddings`.
-        scales: reads the constant factors of the network; None: none.
-        kv_heads: reads the number of KV heads; None: `num_key_value_heads`.
-        wiring: reads the variant of the network, in structure or storage; None: there is only one.
-        inner: reads the inner size of the MLP; None: it is `intermediate_size`.
-        head_dim: default if config.json has none; None: hidden / heads.
-        eos_token_ids: default if config.json has none.
-        activations: the supported `hidden_act` values; the first is the default.
-        rms_norm: RMSNorm, else LayerNorm with biases; or the key of the eps of RMSNorm, which files
-            with LayerNorm do not have.
-        gated_mlp: down(act(gate(x)) * up(x)), else down(act(up(x))).
-        rotary: rotary positions, else learned ones.
-        indexed: its layers have indexers (`IndexSpec`).
-        predictor: its checkpoints may have this head that drafts; None: none, or kvik does not know
-            it.
-        pooled: reads how it makes vectors or scores, from config.json, the width of hidden states
-            and their eps; None: other files may say it.
-        skips_padding: rows of the table of positions up to row `pad_token_id` are never read.
-        defaults: transformers' defaults of keys that files may leave out.
-        keys: usual name of a config.json key -> its name in this architecture.
-        inside: key of the object that describes the text model, if config.json describes more; "":
-            none.
-        inside_types: `model_type` in that object -> another architecture, which it names.
-        fixed: keys with the only supported value; another value would change the arithmetic.
-        gguf: `general.architecture` of its GGUF files; None: none exist, and the facts about such
-            files are not read.
-        gguf_experts: the same of its models with experts; "": no other.
-        gguf_marker: if several architectures share the name `gguf`: a metadata key and its least
-            value in files of this one, and a flag that decides where files lack the key; (): the
-            architecture of files without the others' keys.
-        gguf_names: names of tensors in GGUF -> in the checkpoint, if they differ from Llama's:
-            names of a block's layers, and full names for those in `gguf.names.OUTER`. A name that
-            ends in `.weight`, `.bias` or a dot denotes one tensor; with a dot, as `ssm_a.`, the
-            tensor's name has no suffix.
-        gguf_pairs: files have the rows of q and k that form a rotated pair as neighbours.
-        gguf_parts: layers of a block, by their names in checkpoints, that files divide differently;
-            {} is the number of an expert.
-        gguf_rows: tensors of a block whose rows are in another order in files, with the row of the
-            checkpoint at each place.
-        gguf_shapes: tensors of a block that have other dimensions in files, with their sizes.
-        gguf_factors: files have these tensors multiplied: by constants of runs of rows, given as
-            their number and the factor; by the names of a block's tensors, and full names of
-            others.
-        gguf_by_kind: files have separate keys for heads and positions of layers with a window.
-        gguf_characters: `tokenizer.ggml.model` of its tokenizers over characters: "llama", with
-            scores, or another one, with merges.
-        gguf_log_scale: factor of `yarn_log_multiplier` in files relative to `mscale_all_dim`; 0:
-            files do not have that key.
-        gguf_present: layers of the first block -> keys of config.json that are true if a file has
-            that layer.
-        gguf_extra: metadata keys that only llama.cpp needs.
-        gguf_numbers: metadata keys of files with a number for each block -> the block's tensor of
-            one number that checkpoints have in its place.
-        gguf_scales: the keys of `gguf.facts.SCALES` that files have.
-        gguf_implied: computes keys of config.json that files do not have.
-    """
-
-    name: str
-    model_type: str
-    models: str
-    make: Callable[[ModelFacts, LayerBuilder], Network]
-    layers: LayerRule = rotary_layers
-    experts: ExpertsRule | None = None
-    optional_experts: bool = False
+    name: str  # as in `architectures` of config.json
+    model_type: str  # as in config.json; used if config.json names no architecture
+    models: str  # common names of its models
+    make: Callable[[ModelFacts, LayerBuilder], Network]  # the constructor of its network
+    layers: LayerRule = rotary_layers  # reads the facts that differ between layers
+    experts: ExpertsRule | None = None  # reads which layers have routed experts; None: no layer
+    optional_experts: bool = False  # some of its models have no layer with experts
+    # qkv_bias, o_bias, mlp_bias, head_bias, qk_norm: a fact, or the config.json key that decides
+    # (false if absent).
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     head_bias: bool | str = False
     qk_norm: bool | str = False
-    value_norm: bool = False
+    value_norm: bool = False  # heads of values are normalised
+    # The supported `hidden_act` values; the first is the default.
     activations: tuple[str, ...] = ("silu", "swish")
+    # RMSNorm, else LayerNorm with biases; or the key of the eps of RMSNorm, which files with
+    # LayerNorm do not have.
     rms_norm: bool | str = True
-    gated_mlp: bool = True
-    rotary: bool = True
-    indexed: bool = False
+    gated_mlp: bool = True  # down(act(gate(x)) * up(x)), else down(act(up(x)))
+    rotary: bool = True  # rotary positions, else learned ones
+    indexed: bool = False  # its layers have indexers (`IndexSpec`)
+    # Its checkpoints may have this head that drafts; None: none, or kvik does not know it.
     predictor: PredictorSpec | None = None
+    # Reads how it makes vectors or scores, from config.json, the width of hidden states and their
+    # eps; None: other files may say it.
     pooled: Callable[[Fields, int, float], PoolingSpec] | None = None
+    # Rows of the table of positions up to row `pad_token_id` are never read.
     skips_padding: bool = False
-    tied: bool = False
+    tied: bool = False  # default of `tie_word_embeddings`
+    # Reads the constant factors of the network; None: none.
     scales: Callable[[Fields], ModelScales] | None = None
+    # Reads the number of KV heads; None: `num_key_value_heads`.
     kv_heads: Callable[[Fields], int] | None = None
+    # Reads the variant of the network, in structure or storage; None: there is only one.
     wiring: Callable[[Fields], str] | None = None
+    # Reads the inner size of the MLP; None: it is `intermediate_size`.
     inner: Callable[[Fields], int] | None = None
-    head_dim: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
+    head_dim: int | None = None  # default if config.json has none; None: hidden / heads
+    eos_token_ids: tuple[int, ...] = ()  # default if config.json has none
+    # Values of keys that files may leave out, as in transformers.
     defaults: Mapping[str, object] = field(default_factory=dict)
+    # Usual name of a config.json key -> its name in this architecture.
     keys: Mapping[str, str] = field(default_factory=dict)
+    # Key of the object that describes the text model, if config.json describes more; "": none.
     inside: str = ""
+    # `model_type` in that object -> another architecture, which it names.
     inside_types: Mapping[str, str] = field(default_factory=dict)
+    # Keys with the only supported value; another value would change the arithmetic.
     fixed: Mapping[str, bool] = field(default_factory=dict)
+    # `general.architecture` of its GGUF files; None: none exist, and the facts about such files are
+    # not read.
     gguf: str | None = None
-    gguf_experts: str = ""
+    gguf_experts: str = ""  # the same of its models with experts; "": no other
+    # If several architectures share the name `gguf`: a metadata key and its least value in files of
+    # this one, and a flag that decides where files lack the key; (): the architecture of files
+    # without the others' keys.
     gguf_marker: tuple[str, int, str] | tuple[()] = ()
+    # Names of tensors in GGUF -> in the checkpoint, if they differ from Llama's: names of a block's
+    # layers, and full names for those in `gguf.names.OUTER`. A name that ends in `.weight`, `.bias`
+    # or a dot denotes one tensor; with a dot, as `ssm_a.`, the tensor's name has no suffix.
     gguf_names: Mapping[str, str] = field(default_factory=dict)
+    # Files have the rows of q and k that form a rotated pair as neighbours.
     gguf_pairs: bool = False
+    # Layers of a block, by their names in checkpoints, that files divide differently; {} is the
+    # number of an expert.
     gguf_parts: Callable[[ModelFacts], Mapping[str, tuple[FilePart, ...]]] | None = None
+    # Tensors of a block whose rows are in another order in files, with the row of the checkpoint at
+    # each place.
     gguf_rows: Callable[[ModelFacts], Mapping[str, Sequence[int]]] | None = None
+    # Tensors of a block that have other dimensions in files, with their sizes.
     gguf_shapes: Callable[[ModelFacts], Mapping[str, tuple[int, ...]]] | None = None
+    # Files have these tensors multiplied: by constants of runs of rows, given as their number and
+    # the factor; by the names of a block's tensors, and full names of others.
     gguf_factors: Callable[[ModelFacts], Mapping[str, Sequence[tuple[int, float]]]] | None = None
+    # Files have separate keys for heads and positions of layers with a window.
     gguf_by_kind: bool = False
+    # `tokenizer.ggml.model` of its tokenizers over characters: "llama", with scores, or another
+    # one, with merges.
     gguf_characters: str = "llama"
+    # Factor of `yarn_log_multiplier` in files relative to `mscale_all_dim`; 0: files do not have
+    # that key.
     gguf_log_scale: float = 0.0
+    # Layers of the first block -> keys of config.json that are true if a file has that layer.
     gguf_present: Mapping[str, str] = field(default_factory=dict)
+    # Metadata keys that only llama.cpp needs.
     gguf_extra: Callable[[ModelFacts], Mapping[str, float | Sequence[int]]] | None = None
+    # Metadata keys of files with a number for each block -> the block's tensor of one number that
+    # checkpoints have in its place.
     gguf_numbers: Mapping[str, str] = field(default_factory=dict)
-    gguf_scales: tuple[str, ...] = ()
+    gguf_scales: tuple[str, ...] = ()  # the keys of `gguf.facts.SCALES` that files have
+    # Computes keys of config.json that files do not have.
     gguf_implied: Callable[[Fields], Mapping[str, object]] | None = None
 
 

@@ -14,26 +14,22 @@ STATE_BYTES = 4  # per number: states are fp32, because every token adds to them
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """The state that one layer keeps per request, independent of the request's length.
+    """The state that one layer keeps per request, independent of the request's length."""
 
-    Attributes:
-        channels, width: of a short convolution, which keeps the last width - 1 inputs.
-        bias: the convolution has biases.
-        key_heads, value_heads, key_dim, value_dim: of a recurrence after it, which keeps a matrix
-            [key_dim, value_dim] for each value head; all 0: none.
-        gates: numbers that each value head reads per token: 2 in a gated delta net, 1 + key_dim in
-            one whose states' rows each have their own decay, 1 in a state space.
-        drafts: most drafts in a step, whose inputs it keeps until they are accepted or rejected.
-    """
-
+    # channels, width: of a short convolution, which keeps the last width - 1 inputs.
     channels: int
     width: int
-    bias: bool = False
+    bias: bool = False  # the convolution has biases
+    # key_heads, value_heads, key_dim, value_dim: of a recurrence after it, which keeps a matrix
+    # [key_dim, value_dim] for each value head; all 0: none.
     key_heads: int = 0
     value_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
+    # Numbers that each value head reads per token: 2 in a gated delta net, 1 + key_dim in one whose
+    # states' rows each have their own decay, 1 in a state space.
     gates: int = 0
+    # Most drafts in a step, whose inputs it keeps until they are accepted or rejected.
     drafts: int = 0
 
     @staticmethod

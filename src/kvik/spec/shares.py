@@ -83,17 +83,13 @@ class Between:
 
 @dataclass(frozen=True, slots=True)
 class PipelineStage:
-    """Consecutive layers of a model, which one process or group computes.
+    """Consecutive layers of a model, which one process or group computes."""
 
-    Attributes:
-        number, count: number of the stage, from 0, and of all stages.
-        layers: their numbers.
-        reads_tokens: it needs the embedding although it is not the first stage, for drafts.
-    """
-
+    # number, count: number of the stage, from 0, and of all stages.
     number: int
     count: int
-    layers: range
+    layers: range  # their numbers
+    # It needs the embedding although it is not the first stage, for drafts.
     reads_tokens: bool = False
 
     @property

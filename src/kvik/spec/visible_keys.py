@@ -92,19 +92,13 @@ ALL_KEYS = AllKeys()
 
 @dataclass(frozen=True, slots=True)
 class Window(VisibleKeys):
-    """A query sees the last keys, and perhaps the first ones.
+    """A query sees the last keys, and perhaps the first ones."""
 
-    Attributes:
-        keys: the largest number that a query sees, including its own.
-        chunked: a query sees keys from the last multiple of `keys` (Llama 4); else the last `keys`
-            ones.
-        sinks: number of first keys of the sequence that a query also sees, at positions just before
-            the window ("attention sinks"; StreamingLLM, Xiao et al. 2023, section 3.2). Not with
-            `chunked`.
-    """
-
-    keys: int
+    keys: int  # the largest number that a query sees, including its own
+    # A query sees keys from the last multiple of `keys` (Llama 4); else the last `keys` ones.
     chunked: bool = False
+    # Number of first keys of the sequence that a query also sees, at positions just before the
+    # window ("attention sinks"; StreamingLLM, Xiao et al. 2023, section 3.2). Not with `chunked`.
     sinks: int = 0
 
     @property

@@ -43,25 +43,19 @@ _ROUNDED: dict[Rounding, str] = {
 
 @dataclass(frozen=True, slots=True)
 class WeightKind:
-    """The kind of a weight.
+    """The kind of a weight."""
 
-    Attributes:
-        codes: type of a value: the name of a float dtype, "int8", "int4", "fp8" (E4M3), "mxfp4"
-            (E2M1 in groups of MX_GROUP that share a power of two), "nvfp4" (E2M1 with other scales)
-            or "iq4", "nf4" and "bnb_fp4" (sixteen numbers of a table, `weights.NUMBERS`).
-        group: number of consecutive inputs of an output that share a scale; 0: all of them.
-        offsets: second parameter of an int4 group: "zeros", w = (q - zero) * scale; "minima", w = q
-            * scale - minimum; "": none, w = (q - 8) * scale.
-        activations: quantisation of the inputs of a product: with int8 to integers, with fp8 to
-            E4M3.
-        ordered: inputs are reordered, so that groups are contiguous (act-order of GPTQ).
-    """
-
+    # Type of a value: the name of a float dtype, "int8", "int4", "fp8" (E4M3), "mxfp4" (E2M1 in
+    # groups of MX_GROUP that share a power of two), "nvfp4" (E2M1 with other scales) or "iq4",
+    # "nf4" and "bnb_fp4" (sixteen numbers of a table, `weights.NUMBERS`).
     codes: str
-    group: int = 0
+    group: int = 0  # number of consecutive inputs of an output that share a scale; 0: all of them
+    # Second parameter of an int4 group: "zeros", w = (q - zero) * scale; "minima", w = q * scale -
+    # minimum; "": none, w = (q - 8) * scale.
     offsets: Literal["", "zeros", "minima"] = ""
+    # Quantisation of the inputs of a product: with int8 to integers, with fp8 to E4M3.
     activations: Rounding = "float"
-    ordered: bool = False
+    ordered: bool = False  # inputs are reordered, so that groups are contiguous (act-order of GPTQ)
 
     @property
     def floats(self) -> bool:

@@ -124,13 +124,10 @@ class LoadAdapter:
 
 @dataclass(frozen=True, slots=True)
 class OpenPages:
-    """Map the memory of the pages that all processes copy; see `PageMemory`.
-
-    Attributes:
-        rows, row_bytes: number of pages, and bytes of each.
-    """
+    """Map the memory of the pages that all processes copy; see `PageMemory`."""
 
     path: str
+    # rows, row_bytes: number of pages, and bytes of each.
     rows: int
     row_bytes: int
 

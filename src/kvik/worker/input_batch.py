@@ -17,21 +17,17 @@ from kvik.worker.step_inputs import StepInputs
 
 @frozen
 class StepTensors:
-    """What the forward of a step reads.
+    """What the forward of a step reads."""
 
-    Attributes:
-        input_ids, positions: [tokens] int64, the rows' tokens one after another.
-        layouts: places of the tokens in the cache, per KV group.
-        logits_indices: [logit rows] int64, tokens whose logits are computed: the last
-            1 + number of drafts of each sampling row.
-        entered: `hidden` and `onward` of the output of the stage before this one, [tokens, width]
-            each; (): there is none.
-    """
-
+    # input_ids, positions: [tokens] int64, the rows' tokens one after another.
     input_ids: Tensor
     positions: Tensor
-    layouts: tuple[StepLayout, ...]
+    layouts: tuple[StepLayout, ...]  # places of the tokens in the cache, per KV group
+    # [logit rows] int64, tokens whose logits are computed: the last 1 + number of drafts of each
+    # sampling row.
     logits_indices: Tensor
+    # `hidden` and `onward` of the output of the stage before this one, [tokens, width] each; ():
+    # there is none.
     entered: Sequence[Tensor] = ()
 
 

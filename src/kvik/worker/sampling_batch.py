@@ -116,12 +116,9 @@ class Guesses:
 @dataclass(frozen=True, slots=True)
 class Offers:
     """Drafts that rows of a batch may accept although another token was drawn (lossy). A row in a
-    tree may have several.
+    tree may have several."""
 
-    Attributes:
-        rows, token_ids: [m] int64, rows ascending.
-    """
-
+    # rows, token_ids: [m] int64, rows ascending.
     rows: _Ids
     token_ids: _Ids
     rule: Typical

@@ -120,18 +120,14 @@ class StepCosts:
 
 @dataclass(slots=True)
 class _Plain:
-    """Times of steps without drafts of one number of requests.
+    """Times of steps without drafts of one number of requests."""
 
-    Attributes:
-        judging, making: the curves of such batches.
-        seconds: of the last few steps.
-        ordered: the same sorted; None if it changed since.
-    """
-
+    # judging, making: the curves of such batches.
     judging: Curve
     making: Curve
+    # Of the last few steps.
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    ordered: list[float] | None = None
+    ordered: list[float] | None = None  # the same sorted; None if it changed since
 
     def middle(self) -> float:
         """Return their 40th percentile: the median of a few may be too long, which would make

@@ -26,13 +26,10 @@ Arrival = Callable[[], list[NDArray[Any]]]  # waits for the arrays and returns t
 
 
 class Copies(Protocol):
-    """Copies results to the host.
+    """Copies results to the host."""
 
-    Attributes:
-        depth: useful number of steps in flight; 1 if results are ready as soon as a step has begun,
-            else results are read after later steps have begun.
-    """
-
+    # Useful number of steps in flight; 1 if results are ready as soon as a step has begun, else
+    # results are read after later steps have begun.
     depth: int
 
     def start(self, tensors: Sequence[Tensor]) -> Arrival:

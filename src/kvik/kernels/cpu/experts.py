@@ -16,12 +16,9 @@ from kvik.spec.experts import SCORES, Router
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Addresses of the matrices of all experts, an `ExpertMatrix` each, as kernels read them.
+    """Addresses of the matrices of all experts, an `ExpertMatrix` each, as kernels read them."""
 
-    Attributes:
-        up, down: [experts, 6] int64.
-    """
-
+    # up, down: [experts, 6] int64.
     up: Tensor
     down: Tensor
 

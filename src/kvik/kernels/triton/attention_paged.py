@@ -70,11 +70,7 @@ class PlannedLaunch:
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """One step of one KV group; tensors as in `StepLayout`, and `runs` by number of queries.
-
-    Attributes:
-        planned: results of `launches`, by heads.
-    """
+    """One step of one KV group; tensors as in `StepLayout`, and `runs` by number of queries."""
 
     query_start_loc: Tensor
     seq_lens: Tensor
@@ -84,6 +80,7 @@ class PagedStep:
     block_size: int
     window: Window | None
     runs: tuple[SequenceRun, ...]
+    # Results of `launches`, by heads.
     planned: dict[Hashable, tuple[PlannedLaunch, ...]] = field(default_factory=dict, init=False)
 
     def launches(self, q: Tensor, keys: Tensor) -> tuple[PlannedLaunch, ...]:

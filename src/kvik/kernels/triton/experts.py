@@ -331,12 +331,9 @@ PIECE = 1024  # elements of a row that a program copies or adds
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Addresses of the matrices of all experts.
+    """Addresses of the matrices of all experts."""
 
-    Attributes:
-        up, down: [parts, experts] int64, addresses; 0 for parts that do not exist.
-    """
-
+    # up, down: [parts, experts] int64, addresses; 0 for parts that do not exist.
     up: Tensor
     down: Tensor
 

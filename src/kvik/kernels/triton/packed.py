@@ -69,13 +69,9 @@ class Squares:
 
 @dataclass(slots=True)
 class SingleScale:
-    """The scale of a whole E4M3 weight.
+    """The scale of a whole E4M3 weight."""
 
-    Attributes:
-        alike: whether all rows have one scale. Known on the host, as it decides which kernel
-            multiplies.
-    """
-
+    # Whether all rows have one scale. Known on the host, as it decides which kernel multiplies.
     alike: bool = False
 
     def update(self, row_scales: Tensor, rows: int) -> None:

@@ -39,16 +39,13 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """One linear layer of the checkpoint.
-
-    Attributes:
-        transposed: the checkpoint stores [inputs, outputs] (GPT-2) and not [outputs, inputs].
-        columns: the input of the checkpoint at each place; (): in the stored order.
-    """
+    """One linear layer of the checkpoint."""
 
     inputs: int
     outputs: int
+    # The checkpoint stores [inputs, outputs] (GPT-2) and not [outputs, inputs].
     transposed: bool = False
+    # The input of the checkpoint at each place; (): in the stored order.
     columns: tuple[int, ...] = ()
 
     def ordered(self, values: Tensor) -> Tensor:
@@ -79,20 +76,16 @@ class OutputAxis:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor that the checkpoint must hold for a layer.
-
-    Attributes:
-        dtype: a float dtype of 16 or 32 bits accepts all such dtypes; int64 also accepts int32.
-        output_axis: None: all outputs share the tensor.
-        in_runs: any range of rows alone is the weight of those outputs, so that the whole tensor
-            never has to be in memory.
-        because: why the shape is not given by the sizes of the model alone, for error messages.
-    """
+    """A tensor that the checkpoint must hold for a layer."""
 
     shape: tuple[int, ...]
+    # A float dtype of 16 or 32 bits accepts all such dtypes; int64 also accepts int32.
     dtype: torch.dtype
-    output_axis: OutputAxis | None = None
+    output_axis: OutputAxis | None = None  # None: all outputs share the tensor
+    # Any range of rows alone is the weight of those outputs, so that the whole tensor never has to
+    # be in memory.
     in_runs: bool = False
+    # Why the shape is not given by the sizes of the model alone, for error messages.
     because: str = ""
 
     def selection(self, runs: Sequence[tuple[int, int]] | None) -> Selection:

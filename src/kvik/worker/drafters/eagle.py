@@ -22,21 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """Nodes of one depth that have children, and their children.
+    """Nodes of one depth that have children, and their children."""
 
-    Attributes:
-        nodes, parents: [nodes] int64; each parent's index among the nodes of the level before.
-        children, owners, ranks: [children] int64: nodes of the tree, each one's parent as an index
-            into `nodes`, and its rank among the parent's candidates.
-        candidates: number per node: the largest rank + 1.
-    """
-
+    # nodes, parents: [nodes] int64; each parent's index among the nodes of the level before.
     nodes: Tensor
     parents: Tensor
+    # children, owners, ranks: [children] int64: nodes of the tree, each one's parent as an index
+    # into `nodes`, and its rank among the parent's candidates.
     children: Tensor
     owners: Tensor
     ranks: Tensor
-    candidates: int
+    candidates: int  # number per node: the largest rank + 1
 
 
 class EagleDrafter(Drafter):

@@ -49,11 +49,7 @@ from kvik.worker.warm_up import IdleWork
 
 @dataclass(frozen=True, slots=True)
 class DrafterParts:
-    """Parts that a drafter may be built from.
-
-    Attributes:
-        idle_work: preparations for idle time, to which the drafter adds its own.
-    """
+    """Parts that a drafter may be built from."""
 
     speculation: ResolvedSpeculation
     config: ResolvedConfig
@@ -61,6 +57,7 @@ class DrafterParts:
     sampling: SamplingTable
     network: EngineNetwork  # the target's
     platform: Platform
+    # Preparations for idle time, to which the drafter adds its own.
     idle_work: list[IdleWork] = field(default_factory=list)
 
     @property
