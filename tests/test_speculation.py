@@ -245,7 +245,9 @@ def test_a_broken_drafter_only_loses_its_drafts(plain, every, monkeypatch, caplo
         for _ in range(2):
             assert texts_of(llm.generate(PROMPTS, GREEDY)) == texts_of(right)
         assert llm.stats().kv_usage == 0
-    assert [record.levelname for record in caplog.records] == ["WARNING"]  # logged once
+    # Logged once. A machine short of memory logs other warnings, of the engine's loop.
+    (record,) = [r for r in caplog.records if r.name == "kvik.worker.speculator"]
+    assert record.levelname == "WARNING"
 
 
 def test_drafts_fit_into_the_step(plain, monkeypatch):
