@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.configs import LLAMA3_SCALING, PUBLIC, small, small_qwen
 from helpers.public_configs import config
 from helpers.windows import as_window
+from safetensors.torch import save_file
 
 from kvik.errors import ModelError
-from kvik.models.model_spec import ModelSpec
+from kvik.models.model_spec import ModelSpec, read_model_spec
 from kvik.models.registry import ARCHITECTURES
 from kvik.spec.kv import group_layers
 from kvik.spec.rope import RopeSpec
@@ -311,6 +315,30 @@ def test_the_family_replaces_an_absent_architecture() -> None:
 def test_the_newer_dtype_key() -> None:
     spec = ModelSpec.from_config(small(dtype="float16", torch_dtype=...))
     assert spec.dtype == "float16"
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_an_absent_dtype_is_that_of_most_numbers(
+    tmp_path: Path, dtype: torch.dtype, shards: int
+) -> None:
+    """Files of gpt-oss have none: their floats are bfloat16."""
+    other = torch.float32 if dtype == torch.float16 else torch.float16
+    tensors = {"codes": torch.zeros(99, dtype=torch.uint8), "bias": torch.zeros(6, dtype=other)}
+    tensors |= {"weight": torch.zeros(7, 3, dtype=dtype)}
+    names = ["model.safetensors"] if shards == 1 else ["model-1.safetensors", "model-2.safetensors"]
+    for name in names:
+        save_file(tensors, tmp_path / name)
+    for given in ({}, {"dtype": "float32"}):
+        text = json.dumps(small(torch_dtype=..., **given))
+        (tmp_path / "config.json").write_text(text)
+        expected = given.get("dtype", str(dtype).removeprefix("torch."))
+        assert read_model_spec(tmp_path).dtype == expected
+
+
+def test_floats_of_a_quantised_model_without_a_dtype() -> None:
+    config = {key: value for key, value in PUBLIC["gpt-oss-20b"].items() if "dtype" not in key}
+    assert ModelSpec.from_config(config).dtype == "bfloat16"
 
 
 ONE_GROUP = {"n_group": 1, "topk_group": 1}

@@ -29,6 +29,7 @@ from kvik.spec.fields import (
     MAX_VOCAB,
     MAX_WIDTH,
     Fields,
+    float_dtype,
     read_json,
     tensor_names,
 )
@@ -126,9 +127,7 @@ class ModelSpec(ModelFacts):
             head_bias=_flag(fields, arch.head_bias),
             qk_norm=_flag(fields, arch.qk_norm),
             tie_word_embeddings=fields.boolean(TIED, arch.tied),
-            dtype=fields.choice(
-                "dtype" if "dtype" in fields else "torch_dtype", tuple(DTYPE_BYTES), "float32"
-            ),
+            dtype=dtype_of(fields),
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=eos,
             rms_norm=rms_norm,
@@ -290,8 +289,8 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
 
 
 def read_config(folder: Path) -> dict[str, object]:
-    """Return config.json, with what other files say of quantisation: older ones of ModelOpt, and
-    the names of the weights.
+    """Return config.json, with what other files say of quantisation (older ones of ModelOpt, and
+    the names of the weights) and, if it has no dtype, with that of the weights.
 
     Raises:
         ModelError: a file cannot be used.
@@ -306,7 +305,17 @@ def read_config(folder: Path) -> dict[str, object]:
             "ignore": stored.raw("exclude_modules"),
             "kv_cache_scheme": stored.raw("kv_cache_quant_algo"),
         }
+    parts = Fields(config), Fields(Fields(config).mapping("text_config") or {})
+    if not any(key in part for part in parts for key in DTYPE):
+        config["dtype"] = float_dtype(folder)
     return with_layers_in_floats(config, tensor_names(folder))
+
+
+def dtype_of(fields: Fields) -> str:
+    """Return the dtype that config.json has. Without one it is that of transformers, or that in
+    which quantised checkpoints have their floats, such as gpt-oss."""
+    key = next((key for key in DTYPE if key in fields), DTYPE[-1])
+    return fields.choice(key, tuple(DTYPE_BYTES), "bfloat16" if KEY in fields else "float32")
 
 
 def with_eos(spec: ModelSpec, folder: Path) -> ModelSpec:
@@ -368,8 +377,9 @@ MAX_DIGITS = 10  # of a token id
 MAX_HEAD_BYTES = 4 << 20  # thousands of added tokens
 # Keys that may be outside the object with the facts of the text model.
 TIED = "tie_word_embeddings"
+DTYPE = ("dtype", "torch_dtype")
 OUTER_KEYS = (
-    *("dtype", "torch_dtype", TIED, "quantization_config"),
+    *(*DTYPE, TIED, KEY),
     *("bos_token_id", "eos_token_id"),
 )
 

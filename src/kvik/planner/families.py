@@ -21,7 +21,7 @@ from kvik.gguf.facts import METHOD, gguf_model_spec, model_config, usual_bits
 from kvik.gguf.reader import GgufFile, read_gguf
 from kvik.models import registry
 from kvik.models.deepseek import DEEPSEEK3
-from kvik.models.model_spec import ModelSpec, read_config, text_config
+from kvik.models.model_spec import DTYPE, ModelSpec, dtype_of, read_config, text_config
 from kvik.models.qwen3 import QWEN3, QWEN3_MOE
 from kvik.planner.formats import weight_facts, weight_format
 from kvik.planner.shape import LayerShape, MatrixGroup, ModelShape, changed_layers
@@ -31,7 +31,6 @@ from kvik.spec.experts import EXPERT_KEYS, MAX_EXPERTS, Router
 from kvik.spec.fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields, read_json
 from kvik.spec.kv import STATE_BYTES
 from kvik.spec.layers import LayerSpec
-from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.stored_weights import StoredScheme
 from kvik.spec.weights import loaded_kind, matrix_kind
 
@@ -74,7 +73,7 @@ FOREIGN_KEYS = (
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
-    *("attention_bias", "tie_word_embeddings", "dtype", "torch_dtype"),
+    *("attention_bias", "tie_word_embeddings", *DTYPE),
     *("layer_types", "sliding_window"),
     *("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
     *("num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
@@ -264,11 +263,11 @@ STORED: Mapping[str | int, str] = {
 
 def _stored_format(fields: Fields) -> tuple[str, str, tuple[str, ...]]:
     """Return the dtype of a checkpoint, the nearest weight format, and notes on both."""
-    key = "dtype" if "dtype" in fields else "torch_dtype"
-    dtype = fields.choice(key, tuple(DTYPE_BYTES), "float32")
+    dtype = dtype_of(fields)
     plain = weight_format(dtype)
     if "quantization_config" not in fields:
-        return dtype, plain, () if key in fields else (f"no dtype is given: {dtype} taken",)
+        given = any(key in fields for key in DTYPE)
+        return dtype, plain, () if given else (f"no dtype is given: {dtype} taken",)
     config = fields.inside("quantization_config")
     inside, method = fields.mapping("quantization_config") or {}, config.raw("quant_method")
     # compressed-tensors has one method name for everything; its "format" tells most of them apart,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -48,17 +50,40 @@ def read_json(path: Path) -> dict[str, object]:
 def tensor_names(folder: Path) -> Iterator[str]:
     """Yield the names of a folder's tensors, without checking the files; none if there are none."""
     index, single = folder / SAFETENSORS_INDEX, folder / SAFETENSORS
-    if not single.exists():
-        if index.exists():
-            yield from Fields(read_json(index), index.name).mapping("weight_map") or ()
-        return
+    if single.exists():
+        yield from _tensor_entries(single)
+    elif index.exists():
+        yield from Fields(read_json(index), index.name).mapping("weight_map") or ()
+
+
+def float_dtype(folder: Path) -> str | None:
+    """Return the dtype of most float numbers in the first file of a folder's tensors: "float32",
+    "float16" or "bfloat16"; None: there are none."""
+    single = folder / SAFETENSORS
+    file = single if single.exists() else min(folder.glob("*.safetensors"), default=single)
+    numbers: Counter[str] = Counter()
+    for entry in _tensor_entries(file).values():
+        stored = Fields(entry if isinstance(entry, dict) else {}, file.name)
+        dtype, shape = stored.raw("dtype"), stored.raw("shape")
+        sizes = [n for n in shape if type(n) is int] if isinstance(shape, list) else []
+        if isinstance(dtype, str) and dtype in _FLOAT_CODES:
+            numbers[_FLOAT_CODES[dtype]] += math.prod(sizes)
+    return max(numbers, key=lambda dtype: numbers[dtype], default=None)
+
+
+_FLOAT_CODES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def _tensor_entries(file: Path) -> dict[str, object]:
+    """Return the header of a file of tensors; {} if it cannot be read, as opening the checkpoint
+    will say why."""
     try:
-        with open(single, "rb", opener=regular) as file:
-            header = file.read(min(int.from_bytes(file.read(8), "little"), MAX_JSON_BYTES))
+        with open(file, "rb", opener=regular) as opened:
+            header = opened.read(min(int.from_bytes(opened.read(8), "little"), MAX_JSON_BYTES))
         entries = json.loads(header)
     except (OSError, RecursionError, ValueError):
-        return  # opening the checkpoint will say why
-    yield from entries if isinstance(entries, dict) else ()
+        return {}
+    return entries if isinstance(entries, dict) else {}
 
 
 ANY_TEXT = Text("a text", ".*")
