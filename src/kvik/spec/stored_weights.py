@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import Final, Literal, get_args
 
 from kvik.errors import shown
+from kvik.spec.declare import stored_names
 from kvik.spec.fields import Fields
 from kvik.spec.weight_kind import MX_GROUP, Rounding
 
@@ -368,7 +369,8 @@ def read_stored_quantization(fields: Fields, layers: Iterable[str]) -> StoredQua
     """Read how layers are stored according to config.json; None: as plain floats.
 
     Args:
-        layers: names of all linear layers, from which regular expressions select.
+        layers: names of all linear layers of the model, without those of a head that drafts, from
+            which regular expressions select.
 
     Raises:
         ModelError: an unknown method or layout, or an invalid field.
@@ -378,8 +380,12 @@ def read_stored_quantization(fields: Fields, layers: Iterable[str]) -> StoredQua
     inner = fields.inside(KEY)
     method = inner.choice("quant_method", tuple(METHODS))
     kv_scales = inner.raw("kv_cache_scheme") is not None
-    rules = METHODS[method](inner, _Layers(layers))
-    return StoredQuantization(method, tuple(rules), kv_scales=kv_scales)
+    known = _Layers(layers)
+    rules = METHODS[method](inner, known)
+    # Of layers that are not the model's, tensors decide; for the others they must fit config.json.
+    names = {name for layer in known.names for name in stored_names(layer)}
+    outside = StoredRule(None, frozenset(inner.strings(IN_FLOATS)) - names)
+    return StoredQuantization(method, (outside, *rules), kv_scales=kv_scales)
 
 
 def _awq(fields: Fields, layers: _Layers) -> list[StoredRule]:
@@ -504,15 +510,17 @@ _STACKED = re.compile(r"(.+\.experts)\.[a-z_]+_proj")
 
 
 def with_layers_in_floats(config: dict[str, object], tensors: Iterable[str]) -> dict[str, object]:
-    """Return a config.json with the names of layers that bitsandbytes left as floats. It excludes
-    some without saying so: experts that are no linear layers, and layers that had other names when
-    it excluded them.
+    """Return the config.json of a quantised model with the names of layers that are floats.
+
+    bitsandbytes excludes some without saying so: experts that are no linear layers, and layers that
+    had other names when it excluded them. Other tools do not say it of heads that draft, such as
+    `eh_proj` of DeepSeek-V3.
 
     Args:
         tensors: names of all tensors of the checkpoint.
     """
     stored = config.get(KEY)
-    if not isinstance(stored, Mapping) or stored.get("quant_method") != "bitsandbytes":
+    if not isinstance(stored, Mapping):
         return config
     layers, quantised = set(), set()
     for name in tensors:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.drafters import (
     HEAD_WAYS,
     check_drafts_of_head,
@@ -86,6 +88,39 @@ def test_drafts_of_a_model_with_states(way, saved, noted):
 def test_drafts_are_those_of_the_definition(case, saved, noted):
     folder, head = saved(case)
     check_drafts_of_head(head, noted, {"model": str(folder), **MTP}, "native")
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_head_in_floats_beside_quantised_layers(outside, saved, noted, tmp_path):
+    """config.json does not say that it is: so is `eh_proj` of DeepSeek-V3, and the whole head of
+    models that `kvik quantize` wrote."""
+    folder, head = saved("deepseek3")
+    config = json.loads((folder / "config.json").read_text())
+    floats = [f"model.layers.{i}" for i in range(3)] if outside else []
+    stored = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    stored |= {"modules_to_not_convert": floats}
+    tensors = load_file(folder / WEIGHTS)
+    if not outside:
+        for name in sorted(tensors):
+            if "_proj" in name and "eh_proj" not in name:
+                tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+                tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
+    save_file(tensors, tmp_path / WEIGHTS)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": stored}))
+    options = {"model": str(tmp_path), **MTP}
+    with LLM(**options) as llm, LLM(**{**options, "spec_method": "off"}) as plain:
+        weights = llm.resolved.memory.weights - plain.resolved.memory.weights
+    item = 4 if outside else 1
+    join = 4 * head.join.numel()
+    assert item * weights_of(head) + join <= weights < (item + 1) * weights_of(head) + join
+    if outside:
+        check_drafts_of_head(head, noted, options, "native")
+
+
+def weights_of(head: Head) -> int:
+    """Return the number of weights in the linear layers of a head's layer."""
+    layer = head.layer.model.layers[0]
+    return sum(p.numel() for name, p in layer.named_parameters() if "_proj" in name)
 
 
 def test_a_head_that_is_right(tmp_path, saved):
