@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from helpers.rounded_blocks import meaning, rounded_blocks
 from helpers.tiny_models import save_tiny, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from kvik.errors import ConfigError, KvikError, ModelError
 from kvik.kernels.torch_ops import TORCH
@@ -337,6 +340,41 @@ def test_recipes_that_are_impossible_for_the_model(plain: Path, tmp_path: Path) 
     message = refusal(odd, method="gptq", group_size=-1, bits=4)
     assert "gptq cannot store 'model.layers.0.mlp.gate_proj': its 100 outputs" in message
     check_request(odd, Recipe("rtn", group_size=-1), tmp_path, None)
+
+
+@pytest.mark.parametrize("case", ["rtn", "gptq", "awq", "fp8-blocks"])
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_layers_of_an_encoder_and_of_a_head_that_drafts(
+    case: str, prefix: str, tmp_path: Path
+) -> None:
+    """config.json excludes each of them, by the rules of the library of its format; transformers
+    has "model." before the names in some files."""
+    model = save_tiny(tmp_path / "plain", "Qwen2_5_VL", **SIZES)
+    tensors = load_file(tmp_path / "plain" / SINGLE)
+    tensors["mtp.fc.weight"] = torch.ones(64, 128)
+    tensors["mtp.layers.0.mlp.experts.1.up_proj.weight"] = torch.ones(8, 64)
+    save_file(tensors, tmp_path / "plain" / SINGLE)
+    recipe = replace(recipe_of(case), skip=())
+    quantise(tmp_path / "plain", tmp_path / "q", recipe)
+    config = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
+
+    def excluded(layer: str) -> bool:
+        if recipe.layout in ("awq", "fp8"):
+            return not should_convert_module(layer, config["modules_to_not_convert"])
+        if recipe.layout == "gptq":
+            return any(re.match(pattern.removeprefix("-:"), layer) for pattern in config["dynamic"])
+        patterns = [name.removeprefix("re:") for name in config["ignore"] if name[:3] == "re:"]
+        return layer in config["ignore"] or any(re.match(p, layer) for p in patterns)
+
+    images = [
+        name.removeprefix("model.")
+        for name, layer in model.named_modules()
+        if isinstance(layer, torch.nn.Linear) and "visual" in name
+    ]
+    for layer in (*images, "mtp.fc", "mtp.layers.0.mlp.experts.1.up_proj"):
+        assert excluded(prefix + layer)
+    assert not any(map(excluded, open_source(tmp_path / "plain").layers))
+    assert len(images) > 5
 
 
 def test_a_quantised_model_is_refused(plain: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ from kvik.quantize.recipe import MANY, ROW, Recipe, check_groups
 from kvik.quantize.source import Source, expert_roles, keeping_floats
 from kvik.spec.declare import Role
 from kvik.spec.fields import Fields, read_json
-from kvik.spec.stored_weights import HEAD, KEY, LINEAR, read_stored_quantization
+from kvik.spec.stored_weights import HEAD, KEY, LINEAR, REGEX, read_stored_quantization
 
 Config = dict[str, object]
 
@@ -110,25 +111,33 @@ def layouts(
 
 
 def quantization_config(
-    recipe: Recipe, layers: Iterable[str], outside: Iterable[str] = ()
+    recipe: Recipe,
+    layers: Iterable[str],
+    outside: Iterable[str] = (),
+    foreign: Mapping[str, Iterable[str]] = MappingProxyType({}),
 ) -> Config:
     """Return `quantization_config` of config.json.
 
     Args:
         layers: names of the linear layers of all blocks.
         outside: names of other linear layers, which stay floats.
+        foreign: see `Source.foreign`; they stay floats. Other tools may have another prefix before
+            these names.
     """
     names = list(layers)
     skipped = [*(name for name in names if not recipe.quantises(name)), *outside]
+    others = [name for scope in foreign.values() for name in scope]
+    patterns = [rf"(.*\.)?{re.escape(scope)}(\..*)?$" for scope in foreign]
     match recipe.layout:
         case "awq":
-            return _awq(recipe, skipped)
+            return _awq(recipe, [*skipped, *others])
         case "gptq":
-            return _gptq(recipe, skipped)
+            return _gptq(recipe, [*(f"^{re.escape(name)}$" for name in skipped), *patterns])
         case "fp8":
-            return _fp8(recipe, skipped)
+            return _fp8(recipe, [*skipped, *others])
         case "compressed-tensors":
-            return _compressed(recipe, names, skipped)
+            patterns = [REGEX + pattern for pattern in patterns]
+            return _compressed(recipe, names, [*skipped, *patterns])
 
 
 def _awq(recipe: Recipe, skipped: list[str]) -> Config:
@@ -142,7 +151,7 @@ def _awq(recipe: Recipe, skipped: list[str]) -> Config:
     }
 
 
-def _gptq(recipe: Recipe, skipped: list[str]) -> Config:
+def _gptq(recipe: Recipe, patterns: list[str]) -> Config:
     config: Config = {
         "quant_method": "gptq",
         "bits": recipe.bits,
@@ -156,8 +165,8 @@ def _gptq(recipe: Recipe, skipped: list[str]) -> Config:
         # Every tool reads the older format, but it cannot store zero points of 0.
         "checkpoint_format": "gptq" if recipe.symmetric else "gptq_v2",
     }
-    if skipped:
-        config["dynamic"] = {f"-:^{re.escape(name)}$": {} for name in skipped}
+    if patterns:
+        config["dynamic"] = {f"-:{pattern}": {} for pattern in patterns}
     return config
 
 
@@ -543,7 +552,8 @@ def _quantise(
         )
         for result in results:
             _save_block(source, result, layer_layouts, output)
-    total = output.finish(quantization_config(recipe, source.layers, source.outside))
+    quantization = quantization_config(recipe, source.layers, source.outside, source.foreign)
+    total = output.finish(quantization)
     layers = tuple(layer for block in output.saved() for layer in block)
     return Saved(recipe, layers, source.num_bytes, total)
 

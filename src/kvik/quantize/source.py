@@ -245,6 +245,24 @@ class Source:
         return tuple(_stored(name, self.tensors) for name in declared)
 
     @property
+    def foreign(self) -> dict[str, list[str]]:
+        """The names of layers that are not the model's, by the scope that they share: of encoders
+        of images, of heads that draft."""
+        declared = self.spec.declaration
+        others = [linear.names[0] for linear in declared.linears if linear.layer is None]
+        names = (*others, *(table.name for table in declared.tables))
+        known = {form for name in names for form in stored_names(name)} | set(self.layers)
+        outer = {name[:i] for name in known for i, c in enumerate(name) if c == "."}
+        foreign: dict[str, list[str]] = {}
+        for name, stored in self.rest().items():
+            layer = name.rpartition(".")[0]
+            if len(stored.entry.shape) > 1 and layer not in known:
+                parts = layer.split(".")
+                scopes = (".".join(parts[:n]) for n in range(1, len(parts) + 1))
+                foreign.setdefault(next(s for s in scopes if s not in outer), []).append(layer)
+        return foreign
+
+    @property
     def num_bytes(self) -> int:
         return sum(stored.entry.size for stored in self.tensors.values())
 
