@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers.paged_model import PagedModel
 from helpers.rounded_blocks import meaning, rounded_blocks
-from helpers.tiny_models import save_tiny, tokens
+from helpers.tiny_models import save_tiny, save_tiny_with_images, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -375,6 +375,23 @@ def test_layers_of_an_encoder_and_of_a_head_that_drafts(
         assert excluded(prefix + layer)
     assert not any(map(excluded, open_source(tmp_path / "plain").layers))
     assert len(images) > 5
+
+
+@pytest.mark.parametrize("case", ["rtn", "gptq", "awq", "smoothquant", "fp8-blocks"])
+@pytest.mark.parametrize("named", ["embed_out", "language_model.lm_head"])
+def test_heads_with_other_names(case: str, named: str, tmp_path: Path) -> None:
+    if named == "embed_out":
+        save_tiny(tmp_path / "plain", "GPTNeoX", **SIZES | {"num_key_value_heads": 4})
+    else:
+        save_tiny_with_images(tmp_path / "plain", "language_model.model", "Ministral3")
+    recipe = Recipe(**{"group_size": 8} | CASES[case] | {"skip": ()})
+    quantise(tmp_path / "plain", tmp_path / "q", recipe)
+    assert f"{named}.weight" in load_file(max((tmp_path / "q").glob("*.safetensors")))
+    assert PagedModel(tmp_path / "q", ops=TORCH).logits(tokens(12)).isfinite().all()
+    config = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
+    exclusions = {"compressed-tensors": "ignore", "gptq": "dynamic"}
+    excluded = config[exclusions.get(recipe.layout, "modules_to_not_convert")]
+    assert named in {name.removeprefix("-:^").rstrip("$").replace("\\.", ".") for name in excluded}
 
 
 def test_a_quantised_model_is_refused(plain: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from kvik.quantize.block import WEIGHT
 from kvik.quantize.recipe import Recipe
 from kvik.spec.declare import UNQUANTISED, Declaration, DeclaredLinear, Role, stored_names
 from kvik.spec.engine_folder import is_engine_folder
+from kvik.spec.stored_weights import HEAD
 
 # The linear layers of a block, and where factors of their inputs can be folded: into the operation
 # before them, if it is linear.
@@ -239,10 +240,12 @@ class Source:
 
     @property
     def outside(self) -> tuple[str, ...]:
-        """The names of linear layers outside of blocks, but for the head."""
+        """The names of linear layers outside of blocks, but for a head with the usual name."""
         linears = self.spec.declaration.linears
-        declared = (li.names[0] for li in linears if li.layer is None and li.role != "head")
-        return tuple(_stored(name, self.tensors) for name in declared)
+        declared = (li.names[0] for li in linears if li.layer is None and not li.tied)
+        return tuple(
+            name for name in (_stored(name, self.tensors) for name in declared) if name != HEAD
+        )
 
     @property
     def foreign(self) -> dict[str, list[str]]:
