@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers.paged_model import PagedModel
 from helpers.rounded_blocks import meaning, rounded_blocks
-from helpers.tiny_models import save_tiny, save_tiny_with_images, tokens
+from helpers.tiny_models import IMAGE_PREFIXES, save_tiny, save_tiny_with_images, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -375,6 +375,19 @@ def test_layers_of_an_encoder_and_of_a_head_that_drafts(
         assert excluded(prefix + layer)
     assert not any(map(excluded, open_source(tmp_path / "plain").layers))
     assert len(images) > 5
+
+
+@pytest.mark.parametrize("case", ["rtn", "gptq", "awq", "fp8-blocks"])
+@pytest.mark.parametrize("prefix", IMAGE_PREFIXES)
+def test_skipped_layers_of_files_with_images(case: str, prefix: str, tmp_path: Path) -> None:
+    save_tiny_with_images(tmp_path / "plain", prefix)
+    recipe = Recipe(**{"group_size": 8} | CASES[case] | {"skip": ("*.o_proj",)})
+    quantise(tmp_path / "plain", tmp_path / "q", recipe)
+    spec = read_model_spec(tmp_path / "q")
+    for linear in spec.declaration.linears:
+        if linear.layer is not None:
+            assert (spec.quantization.scheme(linear.names[0]) is None) == (linear.role == "o")
+    assert PagedModel(tmp_path / "q", ops=TORCH).logits(tokens(12)).isfinite().all()
 
 
 @pytest.mark.parametrize("case", ["rtn", "gptq", "awq", "smoothquant", "fp8-blocks"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from dataclasses import replace
@@ -259,6 +260,50 @@ def test_no_pattern_takes_long(pattern: str) -> None:
     stored = read(compressed_config(ignore=(f"re:{pattern}",)))
     assert stored.scheme(DOWN) is not None
     assert time.monotonic() - began < 5
+
+
+def test_patterns_of_a_model_with_many_experts() -> None:
+    """Those of published files, and as many names as there are layers, for 36,000 matrices: they
+    are within the limit."""
+    each = [f"model.layers.{i}" for i in range(94)]
+    routers = [f"{layer}.mlp.gate" for layer in each]
+    experts = [
+        f"{layer}.mlp.experts.{e}.{part}_proj"
+        for layer in each
+        for e in range(128)
+        for part in ("gate", "up", "down")
+    ]
+    last = re.compile(r".*layers\.(9[0-3])\.mlp.*").pattern
+    patterns = ("lm_head", "re:.*lm_head.*", "re:.*mlp.gate$", "re:.*visual.*", f"re:{last}")
+    exact = {rf"-:^{re.escape(name)}$": {} for name in routers} | {f"-:{last}": {}}
+    for config in (compressed_config(ignore=patterns), gptq_config(dynamic=exact)):
+        stored = read(config, [*experts, *routers, "lm_head"])
+        assert {stored.scheme(name) for name in (*routers, *experts[-4 * 384 :], "lm_head")} == {
+            None
+        }
+        assert None not in map(stored.scheme, experts[: -4 * 384])
+
+
+@pytest.mark.parametrize("form", ["model.language_model.layers.", "model.layers."])
+@pytest.mark.parametrize(
+    "config",
+    [
+        compressed_config(ignore=("re:.*down_proj$", "@0.q_proj")),
+        compressed_config(ignore=("re:@[0-9]+.(down|q)_proj",)),
+        gptq_config(dynamic={"-:^@0\\.down_proj$": {}, "-:^@0.q_proj": {}}),
+        awq_config(modules_to_not_convert=["down_proj", "@0.q_proj"]),
+    ],
+)
+def test_files_with_images_have_other_names(form: str, config: dict[str, Any]) -> None:
+    """Their names are declared in one form and stored in others. The plan asks for declared names,
+    the loader for stored ones."""
+    declared = "language_model.model.layers."
+    text = json.dumps(config).replace("@", form)
+    layers = ("0.q_proj", "0.down_proj", "0.up_proj")
+    stored = read(json.loads(text), [declared + layer for layer in layers])
+    for scope in (declared, form):
+        floats = [stored.scheme(scope + layer) is None for layer in layers]
+        assert floats == [True, True, False]
 
 
 ATOMS = [*"ab1.$^", r"\.", r"\d", r"\w", r"\b", "[ab]", "[^a]", "[]a-]", "{}", "{1x", r"\{"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from typing import Final, Literal, get_args
 
@@ -50,9 +51,17 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Repeat:
+    """Repetitions of a part.
+
+    Attributes:
+        high: None: any number.
+        run: any number of repetitions, if the part is one character; else None.
+    """
+
     part: _Part
     low: int
-    high: int | None  # None: any number
+    high: int | None
+    run: re.Pattern[str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +91,9 @@ class Matcher:
         self._spend(PARSING_STEPS * len(pattern))
         try:
             part = _parsed(pattern)
+            for plain in _required(part):
+                texts = [text for text in texts if plain.search(text)]
+                self._spend(len(texts) // 8)
             return [text for text in texts if self._after(part, {0}, text)]
         except (re.error, OverflowError):
             raise PatternError("is not a regular expression") from None
@@ -95,9 +107,9 @@ class Matcher:
 
     def _after(self, part: _Part, starts: set[int], text: str) -> set[int]:
         """Return the possible ends of a part that begins at one of `starts`."""
-        self._spend(1 + len(starts))
         if isinstance(part, re.Pattern):
-            return {match.end() for at in starts if (match := part.match(text, at))}
+            return self._plain(part, starts, text)
+        self._spend(1 + len(starts))
         if isinstance(part, _Choice):
             ends: set[int] = set()
             for option in part.options:
@@ -115,7 +127,22 @@ class Matcher:
         behind = self._after(part.part, set(range(len(text) + 1)), text)
         return starts & behind if part.positive else starts - behind
 
+    def _plain(self, part: re.Pattern[str], starts: set[int], text: str) -> set[int]:
+        """Return the ends of plain text, which is searched for: there may be many starts."""
+        ends, at, last = set(), min(starts, default=1), max(starts, default=0)
+        while at <= last:
+            self._spend(1)
+            match = part.search(text, at)
+            if match is None:
+                break
+            if match.start() in starts:
+                ends.add(match.end())
+            at = match.start() + 1
+        return ends
+
     def _repeated(self, repeat: _Repeat, starts: set[int], text: str) -> set[int]:
+        if repeat.run is not None:
+            return self._runs(repeat, repeat.run, starts, text)
         reached = starts
         for _ in range(repeat.low):
             before, reached = reached, self._after(repeat.part, reached, text)
@@ -127,6 +154,28 @@ class Matcher:
             ends |= fresh
             count += 1
         return ends
+
+    def _runs(self, repeat: _Repeat, run: re.Pattern[str], starts: set[int], text: str) -> set[int]:
+        ends: set[int] = set()
+        covered = -1  # the end of the last run, in which a later start ends where the first one did
+        for at in sorted(starts):
+            if at <= covered and repeat.high is None:
+                continue
+            match = run.match(text, at)
+            covered = longest = match.end() if match else at
+            if repeat.high is not None:
+                longest = min(longest, at + repeat.high)
+            self._spend(1 + (longest - at) // 16)
+            ends.update(range(at + repeat.low, longest + 1))
+        return ends
+
+
+def _required(part: _Part) -> list[re.Pattern[str]]:
+    """Return what is in every text that matches: one search each saves most of the work."""
+    parts: tuple[_Part, ...] = (part,)
+    if isinstance(part, _Choice):
+        parts = part.options[0] if len(part.options) == 1 else ()
+    return [plain for plain in parts if isinstance(plain, re.Pattern)]
 
 
 def _parsed(pattern: str) -> _Part:
@@ -167,12 +216,18 @@ def _choice(tokens: Iterator[tuple[str, str]]) -> _Part:
         elif kind == "repeat":
             if not parts or before == kind:  # "a++" is possessive: it never backtracks
                 raise _unsupported(text)
-            parts[-1] = _Repeat(_compiled(parts[-1]), *_bounds(text))
+            repeated = parts[-1]
+            single = isinstance(repeated, str) and before != "close" and repeated not in _EDGES
+            run = re.compile(f"(?:{repeated})*") if single else None
+            parts[-1] = _Repeat(_compiled(repeated), *_bounds(text), run)
         else:
             parts.append(re.escape(text) if kind == "character" else text)
         before = kind
     made = tuple(tuple(_joined(parts)) for parts in options)
     return made[0][0] if len(made) == len(made[0]) == 1 else _Choice(made)
+
+
+_EDGES = ("^", "$", r"\b", r"\B", r"\A", r"\Z")  # tokens that match no character
 
 
 def _joined(parts: Sequence[str | _Part]) -> Iterator[_Part]:
@@ -288,17 +343,37 @@ class StoredRule:
     """The scheme of some layers."""
 
     scheme: StoredScheme | None  # None: plain floats
-    names: frozenset[str] = frozenset()  # full names of layers
+    # Full names of layers, in any form that checkpoints have.
+    names: frozenset[str] = frozenset()
     # Names or parts of names, of one or more whole dot-separated components.
     within: frozenset[str] = frozenset()
     every: bool = False  # the rule applies to every layer
 
     def fits(self, layer: str) -> bool:
         """Return whether the rule applies to a layer."""
-        if self.every or layer in self.names:
+        if self.every:
             return True
-        dotted = f".{layer}."
-        return any(f".{name}." in dotted for name in self.within)
+        forms = stored_names(layer)
+        if not self.names.isdisjoint(forms):
+            return True
+        lengths = _lengths(self.within)
+        return any(
+            not self.within.isdisjoint(_runs(form, length)) for length in lengths for form in forms
+        )
+
+
+@lru_cache(maxsize=64)
+def _lengths(names: frozenset[str]) -> frozenset[int]:
+    """Return the numbers of components of names."""
+    return frozenset(name.count(".") + 1 for name in names)
+
+
+def _runs(name: str, length: int) -> list[str]:
+    """Return all runs of so many components of a name."""
+    parts = name.split(".")
+    if length == 1:
+        return parts
+    return [".".join(parts[end - length : end]) for end in range(length, len(parts) + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,18 +409,21 @@ def stored_alike(stored: Sequence[StoredScheme | None]) -> list[int]:
 
 
 class _Layers:
-    """The names of a model's linear layers, from which regular expressions select.
+    """The names of a model's linear layers, from which regular expressions select: in all forms
+    that checkpoints have.
 
     Each layer is selected at most once, because the first rule decides.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = tuple(names)
-        self._unmatched = dict.fromkeys(self.names)
+        # form -> all forms of its layer
+        self._unmatched = {form: forms for forms in map(stored_names, self.names) for form in forms}
+        self.forms = self._unmatched.keys() | set()
         self._matcher = Matcher()
 
     def matching(self, fields: Fields, key: str, patterns: Iterable[str]) -> frozenset[str]:
-        """Return the matching layers that no earlier pattern has selected.
+        """Return the matching layers that no earlier pattern has selected, in all forms.
 
         Args:
             fields, key: where the patterns come from, for errors.
@@ -356,13 +434,20 @@ class _Layers:
         chosen: set[str] = set()
         for pattern in patterns:
             try:
-                names = self._matcher.matching(pattern, self._unmatched)
+                names = self._named(pattern) or self._matcher.matching(pattern, self._unmatched)
             except PatternError as error:
                 raise fields.error(key, f"holds {shown(pattern)}, which {error}") from None
-            chosen.update(names)
             for name in names:
-                del self._unmatched[name]
+                chosen.update(forms := self._unmatched.get(name, ()))
+                for form in forms:
+                    self._unmatched.pop(form, None)
         return frozenset(chosen)
+
+    @staticmethod
+    def _named(pattern: str) -> list[str]:
+        """Return the name of a pattern that is merely one, of which there may be very many."""
+        name = re.fullmatch(r"\^((?:[\w-]|\\\W)+)\$", pattern)
+        return [re.sub(r"\\(.)", r"\1", name[1])] if name else []
 
 
 def read_stored_quantization(fields: Fields, layers: Iterable[str]) -> StoredQuantization | None:
@@ -381,10 +466,9 @@ def read_stored_quantization(fields: Fields, layers: Iterable[str]) -> StoredQua
     method = inner.choice("quant_method", tuple(METHODS))
     kv_scales = inner.raw("kv_cache_scheme") is not None
     known = _Layers(layers)
-    rules = METHODS[method](inner, known)
     # Of layers that are not the model's, tensors decide; for the others they must fit config.json.
-    names = {name for layer in known.names for name in stored_names(layer)}
-    outside = StoredRule(None, frozenset(inner.strings(IN_FLOATS)) - names)
+    outside = StoredRule(None, frozenset(inner.strings(IN_FLOATS)) - known.forms)
+    rules = METHODS[method](inner, known)
     return StoredQuantization(method, (outside, *rules), kv_scales=kv_scales)
 
 
