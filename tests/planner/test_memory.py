@@ -23,7 +23,7 @@ from kvik.config.units import GIB
 from kvik.errors import ConfigError
 from kvik.models.model_spec import read_model_spec
 from kvik.planner.devices import Device, Setting, find_device
-from kvik.planner.families import read_shape, shape_from_config
+from kvik.planner.families import read_shape, shape_from_config, with_own_head
 from kvik.planner.memory import Memory, MemoryPlanner
 from kvik.planner.plan import Question, draft_source, plan, plan_shape
 from kvik.planner.shape import ModelShape
@@ -232,15 +232,22 @@ def test_an_assistant_takes_the_memory_of_the_engines_plan(machine: str, tmp_pat
     [
         {**PUBLIC["Qwen3.5-9B"], "num_hidden_layers": 4},
         {**config("glm-4.5-air"), "num_hidden_layers": 3, "n_routed_experts": 16},
+        {
+            **config("glm-4.5-air"), "num_hidden_layers": 2, "n_routed_experts": 16,
+            "quantization_config": {
+                "quant_method": "fp8", "modules_to_not_convert": ["model.layers.2"]
+            },
+        },
     ],
-)
+)  # fmt: skip
 def test_the_own_head_takes_the_memory_of_the_engines_plan(
     of_model: dict[str, Any], machine: str
 ) -> None:
     model, hardware = shape_from_config(of_model, "m"), MACHINES[machine]
     options = {"dtype": "bfloat16", "spec_method": "mtp", **REQUESTS}
-    alone = memory_of(model, setting(hardware))
-    found = memory_of(model.with_own_head(), setting(hardware, source=OWN_HEAD))
+    weights = model.stored
+    alone = memory_of(model, setting(hardware, weights))
+    found = memory_of(with_own_head(model), setting(hardware, weights, source=OWN_HEAD))
     assert found.weights == alone.weights + found.draft_weights
     check_same(found, planned(model.spec, hardware, **options).memory)
 

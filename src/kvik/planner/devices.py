@@ -381,7 +381,7 @@ class Setting:
     utilization: float = UTILIZATION  # fraction of the device's memory that the engine may use
     hardware: Hardware | None = None  # facts about a real machine; None: derived from `device`
     # Model or heads that draft, whole on each device; if it is `OWN_HEAD`, the shape of the model
-    # has its head (`ModelShape.with_own_head`).
+    # has its head (`with_own_head`).
     source: DraftSource = NO_SOURCE
 
     @property

@@ -383,6 +383,26 @@ def windowed(shape: ModelShape, window: int | None, sinks: int) -> ModelShape:
     return replace(shape, like=spec, layers=layers, max_context=longest)
 
 
+def with_own_head(shape: ModelShape) -> ModelShape:
+    """Return the shape with the head that predicts further tokens, if it has one, as one more
+    layer."""
+    spec = replace(shape.like, predictor=shape.like.family.predictor)
+    if spec.predictor is None:
+        return shape
+    declared, scope = spec.declaration, spec.predictor_scope
+    linears = [linear for linear in declared.linears if linear.names[0].startswith(scope)]
+    other_parameters = sum(linear.bias * sum(linear.outputs) for linear in linears)
+    parts: list[DeclaredNorm | DeclaredOther] = [*declared.norms, *declared.others]
+    other_parameters += sum(part.num_parameters for part in parts if part.name.startswith(scope))
+    counts = Counter(_matrix(spec, linear) for linear in linears)
+    head = replace(
+        next(layer for layer in reversed(shape.layers) if layer.attends),
+        matrices=tuple(replace(matrix, count=count) for matrix, count in counts.items()),
+        other_parameters=other_parameters,
+    )
+    return replace(shape, layers=(*shape.layers, head))
+
+
 def _layers(spec: ModelSpec) -> list[LayerShape]:
     """Return the shape of each layer, and at the end what is in no layer."""
     declared = spec.declaration

@@ -27,7 +27,7 @@ from kvik.options import FORMERLY, Integer, Number, OneOf, Text, normalised, opt
 from kvik.planner.calibration import calibration_path
 from kvik.planner.cost import Cost, DailyLoad, TokenRates, cost, parse_load
 from kvik.planner.devices import UTILIZATION, Device, Setting, find_device, this_device
-from kvik.planner.families import read_shape, windowed
+from kvik.planner.families import read_shape, windowed, with_own_head
 from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts, weight_facts, weight_format
 from kvik.planner.memory import MAX_REQUESTS, KVWaste, Memory, MemoryPlanner, PartMemory
 from kvik.planner.parallel import MAX_DEVICES, Collectives, can_share, check_parallel, collectives
@@ -672,7 +672,7 @@ def setting_of(
     defaults filled in. Raises ConfigError as `MemoryPlanner.of`."""
     shape = replace(shape, dtype=_dtype(shape, device, question, hardware))
     if question.draft == MTP:
-        shape = shape.with_own_head()
+        shape = with_own_head(shape)
     plain = weight_facts(shape.stored).dtype
     weights = question.dtype or (weight_format(shape.dtype) if plain else shape.stored)
     computed = shape.working_dtype(weights)

@@ -132,17 +132,6 @@ class ModelShape:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    def with_own_head(self) -> ModelShape:
-        """Return the shape with the head that predicts further tokens as one more layer."""
-        like = next(layer for layer in reversed(self.layers) if layer.attends)
-        hidden = self.hidden_size
-        head = replace(
-            like,
-            matrices=(*like.matrices, MatrixGroup("", 1, 2 * hidden, hidden)),
-            other_parameters=like.other_parameters + 3 * hidden,  # norms
-        )
-        return replace(self, layers=(*self.layers, head))
-
     @property
     def spec(self) -> ModelSpec | None:
         """The engine's facts, if it runs the model."""

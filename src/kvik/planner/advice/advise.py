@@ -27,7 +27,7 @@ from kvik.planner.advice.reasons import (
     traffic_of,
 )
 from kvik.planner.devices import Device, Setting, assumed_cpu
-from kvik.planner.families import read_shape
+from kvik.planner.families import read_shape, with_own_head
 from kvik.planner.formats import WEIGHT_FORMATS, kv_facts, weight_facts, weight_format
 from kvik.planner.parallel import can_share
 from kvik.planner.plan import Question, draft_seconds, draft_source, find_machine, setting_of
@@ -100,7 +100,7 @@ def speculations(
     prompt lookup at no cost."""
     at = replace(serving.at, source=source)
     if source == OWN_HEAD:
-        serving = replace(serving, shape=serving.shape.with_own_head())
+        serving = replace(serving, shape=with_own_head(serving.shape))
     seconds = draft_seconds(serving.shape, replace(at, batch=batch))
     if source.path:
         try:
