@@ -266,8 +266,8 @@ def _stored_format(fields: Fields) -> tuple[str, str, tuple[str, ...]]:
     dtype = dtype_of(fields)
     plain = weight_format(dtype)
     if "quantization_config" not in fields:
-        given = any(key in fields for key in DTYPE)
-        return dtype, plain, () if given else (f"no dtype is given: {dtype} taken",)
+        note = f"no dtype is given: {dtype} taken"
+        return dtype, plain, () if any(key in fields for key in DTYPE) else (note,)
     config = fields.inside("quantization_config")
     inside, method = fields.mapping("quantization_config") or {}, config.raw("quant_method")
     # compressed-tensors has one method name for everything; its "format" tells most of them apart,

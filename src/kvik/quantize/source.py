@@ -18,9 +18,9 @@ from kvik.nn.formats.base import LinearShape
 from kvik.nn.safetensors import Stored
 from kvik.quantize.block import WEIGHT
 from kvik.quantize.recipe import Recipe
-from kvik.spec.declare import UNQUANTISED, Declaration, DeclaredLinear, Role, stored_names
+from kvik.spec.declare import UNQUANTISED, Declaration, DeclaredLinear, Role
 from kvik.spec.engine_folder import is_engine_folder
-from kvik.spec.stored_weights import HEAD
+from kvik.spec.stored_weights import HEAD, stored_names
 
 # The linear layers of a block, and where factors of their inputs can be folded: into the operation
 # before them, if it is linear.

@@ -442,15 +442,6 @@ def usual_scope(name: str, *aliases: str) -> str:
     return aliases[-1] if aliases and aliases[-1] else name
 
 
-def stored_names(name: str) -> tuple[str, ...]:
-    """Return the forms of a declared name in checkpoints: unchanged; without its first component,
-    as in files of the bare trunk; or with the first two components swapped, as in newer files of
-    models that read images."""
-    first, _, rest = name.partition(".")
-    second, _, tail = rest.partition(".")
-    return name, rest, f"{second}.{first}.{tail}"
-
-
 # Declared layers, listed.
 
 

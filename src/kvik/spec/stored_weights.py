@@ -15,7 +15,6 @@ from itertools import groupby
 from typing import Final, Literal, get_args
 
 from kvik.errors import shown
-from kvik.spec.declare import stored_names
 from kvik.spec.fields import Fields
 from kvik.spec.weight_kind import MX_GROUP, Rounding
 
@@ -336,6 +335,15 @@ class StoredScheme:
         words += ["activations in fp8"] if self.fp8_activations != "float" else []
         words += ["by calibrated scales"] if self.fp8_activations == "static" else []
         return ", ".join(words)
+
+
+def stored_names(name: str) -> tuple[str, ...]:
+    """Return the forms of a declared name in checkpoints: unchanged; without its first component,
+    as in files of the bare trunk; or with the first two components swapped, as in newer files of
+    models that read images."""
+    first, _, rest = name.partition(".")
+    second, _, tail = rest.partition(".")
+    return name, rest, f"{second}.{first}.{tail}"
 
 
 @dataclass(frozen=True, slots=True)
