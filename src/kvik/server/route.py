@@ -301,7 +301,7 @@ def parse_json(data: Data, limits: BodyLimits) -> Any:
         HttpError: 400.
     """
     text = _decoded(data)
-    _check_size(data, limits)
+    check_size((data,), limits)
     # A long text is parsed in a thread, and other threads run only during these callbacks.
     exact = len(data) > limits.small_bytes or _has_long_number(data)
     try:
@@ -379,11 +379,14 @@ async def _read(request: Request, limits: BodyLimits, grow: Callable[[int], None
     return data
 
 
-def _check_size(data: Data, limits: BodyLimits) -> None:
-    if _is_small(data, limits):
+def check_size(texts: Sequence[Data], limits: BodyLimits) -> None:
+    """Raise `HttpError` (400) if JSON texts of a body have too many values together."""
+    if _is_small(b",".join(texts), limits):
         return
-    outside = _outside_strings(data, max_strings=limits.max_values + limits.max_keys)
-    if outside is None or not _is_small(outside, limits):
+    max_strings = limits.max_values + limits.max_keys
+    outside = [_outside_strings(text, max_strings) for text in texts]
+    known = [text for text in outside if text is not None]
+    if len(known) < len(texts) or not _is_small(b",".join(known), limits):
         allowed = f"{limits.max_values} values, and {limits.max_keys} keys or objects"
         raise HttpError(400, f"the body must have at most {allowed}")
 

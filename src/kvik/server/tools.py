@@ -5,7 +5,6 @@ All APIs convert the tools that they receive into a `ToolUse`.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from typing import Any
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.structured import Constraint
 from kvik.errors import ParamError
+from kvik.server.errors import HttpError
+from kvik.server.route import DEFAULT_LIMITS, parse_json
 from kvik.text.answer_format import NO_TOOLS, PLAIN_FORMAT, AnswerFormat, AnswerReader
 from kvik.text.detokenizer import NO_MARKS
 from kvik.text.dialects import BY_NAME
@@ -239,11 +240,12 @@ PLAIN_ANSWER = AnswerForm()
 def call_arguments(text: str) -> dict[str, Any]:
     """Return the arguments of an earlier call in the form that templates expect: an object.
 
-    A model may be cut off inside them. Clients send them back as they are in each later request,
-    so they are shown to the model as text, in an object."""
+    A model may be cut off inside them, or write what a body may not have, such as an integer of 30
+    digits. Clients send them back as they are in each later request, so they are shown to the model
+    as text, in an object."""
     try:
-        value = json.loads(text) if text.strip() else {}
-    except (ValueError, RecursionError):
+        value = parse_json(text.encode(), DEFAULT_LIMITS) if text.strip() else {}
+    except HttpError:
         value = None
     return value if isinstance(value, dict) else {"arguments": text}
 

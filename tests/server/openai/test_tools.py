@@ -12,6 +12,7 @@ from helpers.tools import TEMPLATE, WEATHER
 from jsonschema import validate
 
 from kvik.server.app import openai_routes
+from kvik.server.route import DEFAULT_LIMITS
 
 SCHEMAS = {"get_weather": WEATHER, "now": {"type": "object", "maxProperties": 0}}
 TOOLS: list[Any] = [
@@ -182,17 +183,29 @@ def test_bad_input_names_its_field(client: openai.OpenAI, changes: Any, param: s
     assert caught.value.param == param
 
 
-@pytest.mark.parametrize("arguments", ['{"city": "Os', "[1]", "none"])
-def test_a_call_that_was_cut_off_may_be_sent_back(client: openai.OpenAI, arguments: str) -> None:
-    function = {"name": "weather", "arguments": arguments}
-    call = {"id": "a", "type": "function", "function": function}
-    answer = client.chat.completions.create(
-        model="",
-        messages=[
-            *ASKED,
-            {"role": "assistant", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "a", "content": "failed"},
-        ],
-        max_tokens=1,
-    )
-    assert answer.usage.completion_tokens == 1
+def send_back(client: openai.OpenAI, *arguments: str) -> Any:
+    """Return the answer after calls with these arguments, and their results."""
+    calls = [
+        {"id": f"{i}", "type": "function", "function": {"name": "weather", "arguments": text}}
+        for i, text in enumerate(arguments)
+    ]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "no"} for call in calls]
+    messages = [*ASKED, {"role": "assistant", "tool_calls": calls}, *results]
+    return client.chat.completions.create(model="", messages=messages, max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"city": "Os', "[1]", "none", f'{{"days": 1{"0" * 30}}}', r'{"city": "\ud83d"}'],
+)
+def test_what_a_model_wrote_may_be_sent_back(client: openai.OpenAI, arguments: str) -> None:
+    assert send_back(client, arguments).usage.completion_tokens == 1
+
+
+def test_values_of_arguments_count_as_values_of_the_body(client: openai.OpenAI) -> None:
+    many = json.dumps({"days": [{}] * (DEFAULT_LIMITS.max_keys // 2)})
+    commas = json.dumps({"city": "," * DEFAULT_LIMITS.max_values})
+    for arguments, code in ((many, many), None), ((many, commas), "context_length_exceeded"):
+        with pytest.raises(openai.BadRequestError) as caught:
+            send_back(client, *arguments)
+        assert caught.value.code == code

@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 
 from kvik.errors import ParamError
 from kvik.server.responses import offload
+from kvik.server.route import DEFAULT_LIMITS, check_size
 from kvik.server.texts import Texts
 from kvik.server.tools import Function, ToolUse, call_arguments, check_results
 from kvik.server.unhonoured import Table, refuse
@@ -95,6 +96,7 @@ def tool_use(
 
 
 MEDIA = "only text is supported"
+CALL_CHARS = 64  # of arguments that are parsed in the time of one message
 Variable = str | int | float | bool | None
 
 
@@ -185,9 +187,11 @@ async def conversation_text(
     for name in variables or ():
         if name in _RESERVED_VARIABLES:
             raise ParamError("chat_template_kwargs", f"must not set {name}")
-    plain = await offload(len(messages), lambda: [_plain(message) for message in messages])
-    calls = [call.id for message in messages for call in message.tool_calls or ()]
-    check_results(calls, [m.tool_call_id for m in messages if m.tool_call_id is not None])
+    calls = [call for message in messages for call in message.tool_calls or ()]
+    num_items = len(messages) + sum(len(call.function.arguments) for call in calls) // CALL_CHARS
+    plain = await offload(num_items, lambda: _all_plain(messages, calls))
+    answered = [m.tool_call_id for m in messages if m.tool_call_id is not None]
+    check_results([call.id for call in calls], answered)
     tools = None if use is None else use.described()
     if continues:
         return await texts.render_to_continue(plain, tools=tools, variables=variables)
@@ -195,6 +199,14 @@ async def conversation_text(
     return await texts.render(
         plain, add_generation_prompt=answers, tools=tools, variables=variables
     )
+
+
+def _all_plain(
+    messages: Sequence[ChatMessage], calls: Sequence[ToolCall]
+) -> list[dict[str, object]]:
+    # The arguments are JSON inside strings, whose values the limits of the body do not count.
+    check_size([call.function.arguments.encode() for call in calls], DEFAULT_LIMITS)
+    return [_plain(message) for message in messages]
 
 
 def _plain(message: ChatMessage) -> dict[str, object]:
