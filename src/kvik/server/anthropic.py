@@ -351,10 +351,14 @@ def _blocks(deltas: Sequence[AnswerDelta]) -> list[AnswerBlock]:
 
 def _arguments(text: str) -> dict[str, Any]:
     try:
-        arguments: dict[str, Any] = json.loads(text)
+        arguments = json.loads(text)
     except ValueError:
         return {}
-    return arguments
+    # An escape may be half a character, which cannot be encoded.
+    valid: dict[str, Any] = json.loads(
+        json.dumps(arguments, ensure_ascii=False).encode("utf-8", "replace")
+    )
+    return valid
 
 
 def tool_use(request: Request, body: CountRequest, texts: Texts) -> ToolUse | None:

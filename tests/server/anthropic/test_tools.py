@@ -7,12 +7,15 @@ from typing import Any, Literal
 
 import anthropic
 import httpx2
+import msgspec
 import pytest
 from helpers.story_site import Site, site_fixture
 from helpers.tools import TEMPLATE, WEATHER
 from jsonschema import validate
 
-from kvik.server.anthropic import routes
+from kvik.engine.output import CompletionOutput, RequestMetrics, RequestOutput
+from kvik.server.anthropic import MessageFormat, MessageRequest, UsageMeter, routes
+from kvik.server.tools import AnswerForm, Function, ToolUse
 
 MODEL = "stories"
 TOOLS: list[Any] = [
@@ -82,6 +85,28 @@ def test_a_call_that_is_cut_off_has_no_input(
     answer = client.messages.create(**asked(tool_choice=choice, extra_body=GREEDY) | limit)
     (block,) = answer.content
     assert (answer.stop_reason, block.name, block.input) == (reason, "get_weather", {})
+
+
+def test_half_a_character_in_a_call_is_replaced(site: Site) -> None:
+    body = MessageRequest(model=MODEL, messages=[], max_tokens=9)
+    use = ToolUse.of(site.parts.texts.form, [Function("now", parameters={"type": "object"})])
+    call = r'{"name": "now", "arguments": {"\ud83d": ["a\ud83d\ude00", "\ude00"], "big": 1%s}}'
+    text = f"<tool_call>\n{call % ('0' * 30)}\n</tool_call>"
+    form = MessageFormat(
+        MODEL, body, None, UsageMeter(1, (), 1), 99, AnswerForm(use, site.parts.texts.form)
+    )
+    output = RequestOutput(
+        "",
+        None,
+        [1],
+        [CompletionOutput(0, text, [1], "stop")],
+        0,
+        0,
+        None,
+        RequestMetrics(0, 0, 0, 0),
+    )
+    answer = msgspec.json.decode(msgspec.json.encode(form.complete([output])))
+    assert answer["content"][0]["input"] == {"?": ["a😀", "?"], "big": 10**30}
 
 
 def test_text_after_a_call_stays_there(client: anthropic.Anthropic) -> None:
