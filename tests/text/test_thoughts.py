@@ -107,7 +107,7 @@ def test_the_opener_of_a_call_ends_a_thought(tokens: bool) -> None:
     thoughts = ThoughtFormat("<think>", "</think>", dict(list(ids.items())[:2]))
     calls = ToolFormat(BY_NAME["hermes"], dict(list(ids.items())[2:]), ())
     form = MarkedFormat(thoughts, calls)
-    tool, _ = tool_of("f", None, strict=False)
+    tool, _ = tool_of("f", {}, strict=False)
 
     def allows(choice: ToolMode, text: str, begun: bool = False, budget: int | None = None) -> bool:
         thought = Thought(begun, budget)

@@ -338,12 +338,14 @@ def tool_of(
     """Return a tool, and the parts of its schema that are not enforced.
 
     Args:
+        parameters: JSON Schema of its arguments; None: it takes none, as in OpenAI's API.
         dialect: of its calls; None: one with arguments in JSON.
 
     Raises:
         ParamError: the schema cannot be read; or `strict`, and a part cannot be enforced.
     """
-    schema = parameters or {"type": "object"}
+    nothing = {"type": "object", "additionalProperties": False}
+    schema = nothing if parameters is None else parameters
     pythonic = dialect is not None and dialect.pythonic
     try:
         subset, dropped = enforceable(schema, _NOT_IN_PYTHON if pythonic else frozenset())

@@ -17,17 +17,11 @@ from kvik.server.route import DEFAULT_LIMITS
 SCHEMAS = {"get_weather": WEATHER, "now": {"type": "object", "maxProperties": 0}}
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},
-    {
-        "type": "function",
-        "function": {
-            "name": "now",
-            "description": "The time.",
-            "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
-        },
-    },
+    {"type": "function", "function": {"name": "now", "description": "The time."}},
 ]
 ASKED: list[Any] = [{"role": "user", "content": "Is it warm?"}]
 ONLY_WEATHER = {"type": "function", "function": {"name": "get_weather"}}
+ONLY_NOW = {"type": "function", "function": {"name": "now"}}  # takes no arguments
 
 
 site = site_fixture(openai_routes, template=TEMPLATE)
@@ -43,6 +37,7 @@ def ask(client: openai.OpenAI, **changes: Any) -> Any:
     [
         ("required", {"get_weather", "now"}, "tool_calls"),
         (ONLY_WEATHER, {"get_weather"}, "stop"),
+        (ONLY_NOW, {"now"}, "stop"),
         (
             {
                 "type": "allowed_tools",
@@ -52,7 +47,7 @@ def ask(client: openai.OpenAI, **changes: Any) -> Any:
             "tool_calls",
         ),
     ],
-    ids=["required", "named", "allowed"],
+    ids=["required", "named", "without arguments", "allowed"],
 )
 def test_a_call_that_must_come_is_valid(
     client: openai.OpenAI, choice: Any, names: set[str], reason: str
