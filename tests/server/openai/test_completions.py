@@ -99,6 +99,21 @@ def test_echoed_logprobs_are_the_prompts_own(complete: Any, llm: LLM, max_tokens
         assert text[begin : begin + len(token)] == token
 
 
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_offsets_in_an_echo_with_special_tokens(
+    complete: Any, llm: LLM, as_ids: bool, skip: bool
+) -> None:
+    text = "<|user|>Hello there<|endoftext|> once"
+    prompt = llm.tokenizer.encode(text) if as_ids else text
+    extra = {"skip_special_tokens": skip}
+    answer = complete(prompt=prompt, echo=True, logprobs=0, max_tokens=2, extra_body=extra)
+    (choice,) = answer.choices
+    hidden = {"<|user|>", "<|endoftext|>"} if as_ids and skip else set()
+    for begin, token in zip(choice.logprobs.text_offset, choice.logprobs.tokens, strict=True):
+        assert token in hidden or choice.text.startswith(token, begin)
+
+
 def test_bytes_of_a_character_are_escaped(complete: Any, llm: LLM) -> None:
     """A character of several tokens: their bytes join, and offsets count characters."""
     text = "a 🐕 b"

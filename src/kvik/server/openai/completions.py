@@ -293,7 +293,8 @@ class CompletionFormat(ResponseFormat):
         self, position: int, logprobs: Sequence[TokenLogprobs | None]
     ) -> CompletionLogprobs:
         """Return the log probabilities of an echoed prompt."""
-        tokens = CompletionTokens(self._names, self._num_top or 0, self._skip_special, ())
+        top, echo = self._num_top or 0, self._echoes[position]
+        tokens = CompletionTokens(self._names, top, self._skip_special, (), echo=echo)
         return tokens.show(self._prompts[position], logprobs)
 
     def _completion_tokens(self, position: int) -> CompletionTokens:
@@ -310,6 +311,8 @@ class CompletionTokens:
         skip_special: whether special tokens are left out of the text.
         prompt_ids: the tokens before the completion.
         offset: characters before it.
+        echo: the text of the tokens if they are a prompt. As the caller gives it, it has special
+            tokens, except those that the tokenizer adds.
     """
 
     def __init__(
@@ -319,8 +322,10 @@ class CompletionTokens:
         skip_special: bool,
         prompt_ids: Sequence[int],
         offset: int = 0,
+        echo: str = "",
     ) -> None:
         self._names = names
+        self._echo = echo
         self._num_top = num_top
         self._offset = offset
         self._text: Detokenizer | None = None
@@ -341,9 +346,19 @@ class CompletionTokens:
             shown.token_logprobs.append(None if entry is None else finite(entry.logprob))
             if shown.top_logprobs is not None:
                 shown.top_logprobs.append(None if entry is None else self._top(entry))
-            if self._text is not None:
-                self._offset += len(self._text.push([token]))
+            self._offset += self._width(token)
         return shown
+
+    def _width(self, token: int) -> int:
+        """Return how many characters the next token adds to the text."""
+        tokenizer = self._names.tokenizer
+        if tokenizer is None or self._text is None:
+            return 0
+        width = len(self._text.push([token]))
+        if self._echo and token in tokenizer.special_ids:
+            special = tokenizer.token(token)
+            return len(special) if self._echo.startswith(special, self._offset) else 0
+        return width
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
         """Return log probabilities by token text, including the token itself. If several tokens
