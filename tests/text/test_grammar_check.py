@@ -7,6 +7,8 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 from helpers.grammars import structure
@@ -34,6 +36,16 @@ HOSTILE = {
     "deep groups": {"regex": "(" * 5000 + "a" + ")" * 5000},
     "a deep grammar": {"grammar": "start: " + "(" * 5000 + '"a"' + ")" * 5000},
 }
+
+# The process; the first one dies when it is asked.
+DIES_ONCE = """
+import os, runpy, sys
+from kvik.text.limited_process import serve
+if os.path.exists(sys.argv[1]):
+    runpy.run_module("kvik.text.grammar_check", run_name="__main__")
+open(sys.argv[1], "w").close()
+serve(lambda body: lambda body: os._exit(1), max_memory=1 << 30)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +134,27 @@ def test_a_process_that_dies_is_replaced(check: GrammarCheck, tokenizer: Tokeniz
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("held", [True, False])
+def test_a_lost_process_is_held_against_a_constraint_for_a_while(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: bool
+) -> None:
+    if not held:
+        monkeypatch.setattr(grammar_check, "BLAMED_SECONDS", -1.0)
+    check = GrammarCheck(tokenizer, command=[sys.executable, "-c", DIES_ONCE, str(tmp_path / "a")])
+    regex = params({"regex": "a"})
+    with closing(check):
+        with pytest.raises(ParamError) as caught:
+            check.checked(regex)
+        assert caught.value.code == TOO_COMPLEX
+        assert check.knows(regex) == held
+        if held:
+            with pytest.raises(ParamError):
+                check.checked(regex)
+        else:
+            assert check.checked(regex)[0].structured.kind == CHECKED
+            assert check.knows(regex)
+
+
 def test_a_process_that_was_stopped_is_replaced(check: GrammarCheck) -> None:
     check.checked(params({"regex": "a"}))
     first = check.process.pid

@@ -7,8 +7,10 @@ stack than the engine has. If that succeeds, the engine can build it too.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -28,6 +30,9 @@ MAX_MEMORY = 1 << 30
 STACK_BYTES = 8 << 20  # of the building thread
 MAX_ANSWER = 4 * MAX_SOURCE_BYTES
 MAX_CACHED_BYTES = 16 << 20
+# How long a constraint is refused whose process was late or died: also a machine without time or
+# memory is a reason for that.
+BLAMED_SECONDS = 30.0
 TOO_COMPLEX = "schema_too_complex"
 COMMAND = python_command("kvik.text.grammar_check")
 
@@ -59,13 +64,16 @@ class GrammarCheck:
             max_answer=MAX_ANSWER,
         )
         self._lock = threading.Lock()
-        self._checked: OrderedDict[Constraint, Checked] = OrderedDict()  # the oldest first
+        # With the time until which they hold; the oldest first.
+        self._checked: OrderedDict[Constraint, tuple[Checked, float]] = OrderedDict()
         self._known_bytes = 0
 
     def knows(self, params: SamplingParams) -> bool:
         """Return whether `checked` can answer without the process."""
         constraint = params.structured
-        return constraint is None or constraint.kind == CHECKED or constraint in self._checked
+        if constraint is None or constraint.kind == CHECKED:
+            return True
+        return self._look_up(constraint) is not None
 
     def checked(self, params: SamplingParams) -> tuple[SamplingParams, tuple[str, ...]]:
         """Return the parameters with the constraint in the engine's form, and the parts of a schema
@@ -80,8 +88,8 @@ class GrammarCheck:
         result = self._look_up(constraint)
         if result is None:
             library()  # its error says how to install it
-            result = self._ask(constraint)
-            self._keep(constraint, result)
+            result, until = self._ask(constraint)
+            self._keep(constraint, result, until)
         if result.error:
             raise ParamError(constraint.name, result.error, code=result.code)
         grammar = Constraint(CHECKED, result.grammar, name=constraint.name)
@@ -95,29 +103,34 @@ class GrammarCheck:
         """End the process; all later checks fail."""
         self.process.close()
 
-    def _ask(self, constraint: Constraint) -> Checked:
+    def _ask(self, constraint: Constraint) -> tuple[Checked, float]:
+        """Return the answer of the process, and the time until which it holds."""
         try:
-            return msgspec.msgpack.decode(self.process.ask(framed(constraint)), type=Checked)
+            answer = self.process.ask(framed(constraint))
+            return msgspec.msgpack.decode(answer, type=Checked), math.inf
         except TimeoutError:
             reason = f"more than {self._seconds:g} seconds"
         except (EOFError, OSError, msgspec.DecodeError):
             reason = "too much memory or stack"
-        return _too_complex(reason)
+        return _too_complex(reason), time.monotonic() + BLAMED_SECONDS
 
     def _look_up(self, constraint: Constraint) -> Checked | None:
         with self._lock:
-            result = self._checked.get(constraint)
-            if result is not None:
-                self._checked.move_to_end(constraint)
+            result, until = self._checked.get(constraint, (None, math.inf))
+            if result is None or until < time.monotonic():
+                return None
+            self._checked.move_to_end(constraint)
             return result
 
-    def _keep(self, constraint: Constraint, checked: Checked) -> None:
+    def _keep(self, constraint: Constraint, checked: Checked, until: float) -> None:
         with self._lock:
-            if constraint not in self._checked:
-                self._checked[constraint] = checked
-                self._known_bytes += _size(constraint, checked)
+            if constraint in self._checked:
+                self._known_bytes -= _size(constraint, self._checked.pop(constraint)[0])
+            self._checked[constraint] = checked, until
+            self._known_bytes += _size(constraint, checked)
             while self._known_bytes > MAX_CACHED_BYTES:
-                self._known_bytes -= _size(*self._checked.popitem(last=False))
+                oldest, (dropped, _) = self._checked.popitem(last=False)
+                self._known_bytes -= _size(oldest, dropped)
 
 
 def _too_complex(reason: str) -> Checked:
