@@ -19,7 +19,8 @@ from helpers.served_engine import FakeExecutor, gated_executor
 from helpers.serving import Served, served
 from helpers.story_site import site_fixture
 from helpers.tools import MESSAGES, WEATHER
-from openai.types.responses import ResponseItemList
+from openai.types.responses import ResponseItem, ResponseItemList
+from pydantic import TypeAdapter
 
 from kvik.config.server_config import ServerConfig
 from kvik.server.access import read_keys
@@ -146,20 +147,27 @@ def test_items_that_a_client_refers_to(client: openai.OpenAI, stream: bool) -> N
 def test_pages_of_input_items(client: openai.OpenAI, http: httpx2.Client) -> None:
     words = [f"Word {i}" for i in range(7)]
     kept = create(client, [said("developer", "Count."), *(said("user", word) for word in words)])
-    answer = create(client, [said("assistant", "8")], previous_response_id=kept.id)
+    part = {"type": "output_text", "text": "8"}
+    last = [{**said("assistant", ""), "content": [part]}, said("assistant", "9")]
+    answer = create(client, last, previous_response_id=kept.id)
     path = f"{PATH}/{answer.id}/input_items"
-    expected = ["Count.", *words, kept.output_text, "8"]
+    expected = ["Count.", *words, kept.output_text, "8", "9"]
     assert texts(listed(client, answer.id)) == expected
     newest_first = client.responses.input_items.list(answer.id, limit=3)
     assert texts(newest_first) == expected[::-1] and newest_first.has_more
     pages = [*client.responses.input_items.list(answer.id, order="asc", limit=5).iter_pages()]
-    assert [len(page.data) for page in pages] == [5, 5] and not pages[-1].has_more
+    assert [len(page.data) for page in pages] == [5, 5, 1] and not pages[-1].has_more
     page = http.get(path, params={"after": pages[0].data[2].id, "order": "asc", "limit": 2}).json()
     assert ResponseItemList.model_validate(page, strict=True).data == pages[0].data[3:5]
     assert (page["first_id"], page["last_id"]) == tuple(item["id"] for item in page["data"])
     assert (
         http.get(path, params={"after": page["last_id"], "limit": 100}).json()["has_more"] is False
     )
+    every = http.get(path, params={"limit": 100}).json()
+    assert [
+        item.content[0].text
+        for item in TypeAdapter(list[ResponseItem]).validate_python(every["data"], strict=True)
+    ] == expected[::-1]
     for name, value in (
         ("limit", 0),
         ("limit", 101),

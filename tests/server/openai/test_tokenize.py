@@ -90,5 +90,5 @@ def test_models_for_the_other_client(site: Site) -> None:
         listed = list(client.models.list())
         one = client.models.retrieve("org/stories")
     assert [model.id for model in listed] == ["stories", "org/stories"]
-    assert (one.type, one.display_name) == ("model", "org/stories")
+    assert (one.type, one.display_name, one.lifecycle) == ("model", "org/stories", "active")
     assert int(one.created_at.timestamp()) == site.parts.started

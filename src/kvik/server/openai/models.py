@@ -24,6 +24,7 @@ class ModelCard(Struct, kw_only=True):
     type: Literal["model"] = "model"
     display_name: str
     created_at: str  # RFC 3339
+    lifecycle: Literal["active"] = "active"
     owned_by: str = "kvik"
     root: str
     parent: str | None = None  # the model that an adapter changes

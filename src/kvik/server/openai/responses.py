@@ -491,11 +491,19 @@ def _encoded(items: Sequence[InputItem]) -> bytes:
         kind = item.type or "message"
         shown = {"type": kind, "status": "completed", **msgspec.to_builtins(item)}
         shown["id"] = f"{ID_PREFIXES[kind]}_{secrets.token_hex(12)}"
-        if kind == "message" and not isinstance(item.content, list):
-            part = "output_text" if item.role == "assistant" else "input_text"
-            shown["content"] = [{"type": part, "text": item.content or ""}]
+        if kind == "message":
+            shown["content"] = _content(item)
         encoded.append(msgspec.json.encode(shown))
     return b"[" + b",".join(encoded) + b"]"
+
+
+def _content(message: InputItem) -> list[dict[str, Any]]:
+    parts = message.content
+    if not isinstance(parts, list):
+        kind = "output_text" if message.role == "assistant" else "input_text"
+        parts = [ContentPart(type=kind, text=parts or "")]
+    shown: list[dict[str, Any]] = msgspec.to_builtins(parts)
+    return [part | {"annotations": []} if part["type"] == "output_text" else part for part in shown]
 
 
 class ItemPage(Struct, kw_only=True):
