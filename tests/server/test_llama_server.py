@@ -57,6 +57,12 @@ def test_a_response(server: Served, prompt: Any) -> None:
     assert timings["predicted_n"] == 5 and timings["prompt_ms"] > 0
 
 
+def test_a_model_without_a_tokenizer(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.parts.texts, "tokenizer", None)
+    answer = complete(server, {"prompt": [0, 1], "n_predict": 2, "return_tokens": True})
+    assert (answer["prompt"], len(answer["tokens"])) == ("", 2)
+
+
 def test_a_stream(server: Served) -> None:
     body = {"prompt": "AB", "n_predict": 20, "stream": True, "return_tokens": True, "seed": -1}
     text = ask(server.http, "POST", "/completion", body).body.decode()

@@ -123,7 +123,9 @@ async def completion(server: Server, request: Request, body: LlamaCompletionRequ
     ids = await prompt_ids(server.texts.of(tenant), prompt)
     requests = [GenerationRequest(ids, params)]
     (generation,) = await start_all(server, request, requests, stream=body.stream)
-    text = prompt if isinstance(prompt, str) else server.texts.decode(prompt)
+    text = prompt if isinstance(prompt, str) else ""
+    if server.texts.tokenizer is not None and not text:
+        text = server.texts.decode(ids)
     form = LlamaFormat(model, text, generation, with_tokens=body.return_tokens)
     return await generation_response(request, [generation], form, body.stream)
 
