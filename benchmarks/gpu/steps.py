@@ -9,7 +9,8 @@ import torch
 from place import DEVICE
 from torch import Tensor
 
-from kvik.attention.base import LayerKV, StepLayout
+from kvik.attention.base import LayerKV
+from kvik.attention.layout import StepLayout
 from kvik.kernels.kv_rounding import SCALES, round_vectors
 from kvik_bench.machine.stage import BLOCK_SIZE, random_layout
 

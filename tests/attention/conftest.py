@@ -12,7 +12,8 @@ from helpers.attention_backends import NAMES, make_backend, one_sequence
 from helpers.windows import Seen, as_window, num_sinks, seen
 from torch import Tensor
 
-from kvik.attention.base import Attend, AttentionBackend, AttentionSpec, LayerKV, StepLayout
+from kvik.attention.base import Attend, AttentionBackend, AttentionSpec, LayerKV
+from kvik.attention.layout import StepLayout
 from kvik.kernels.kv_rounding import SCALES
 
 SPEC = AttentionSpec(0.3)

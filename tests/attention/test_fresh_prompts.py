@@ -13,8 +13,9 @@ import torch
 from helpers.attention_backends import OPTIONS, make_backend, one_sequence
 from helpers.optional_triton import INTERPRETED_ONLY
 
-from kvik.attention.base import Attend, AttentionBackend, AttentionSpec, LayerKV, StepLayout
+from kvik.attention.base import Attend, AttentionBackend, AttentionSpec, LayerKV
 from kvik.attention.fresh_prompts import FreshPrompts
+from kvik.attention.layout import StepLayout
 from kvik.attention.triton import TritonAttention
 from kvik.kernels.triton.ops import triton_ops
 

@@ -7,8 +7,8 @@ import torch
 from helpers.attention_backends import PARENTS, STEPS, tree_words
 from torch import Tensor
 
-from kvik.attention.base import StepLayout
 from kvik.attention.indexed import Indexed, choose_keys, index_keys
+from kvik.attention.layout import StepLayout
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.spec.kv import IndexSpec
 

@@ -12,15 +12,9 @@ from helpers.kernel_cases import filled_matrix
 from helpers.optional_triton import NO_TRITON, TRITON, device
 from torch import Tensor
 
-from kvik.attention.base import (
-    AttendLatent,
-    AttentionBackend,
-    AttentionSpec,
-    LatentUp,
-    LayerKV,
-    StepLayout,
-)
+from kvik.attention.base import AttendLatent, AttentionBackend, AttentionSpec, LatentUp, LayerKV
 from kvik.attention.fresh_prompts import FreshPrompts
+from kvik.attention.layout import StepLayout
 from kvik.kernels.kv_rounding import round_vectors, unround_vectors
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import rotary

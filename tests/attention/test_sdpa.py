@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvik.attention.base import Attend, AttentionSpec, LayerKV, StepLayout
+from kvik.attention.base import Attend, AttentionSpec, LayerKV
+from kvik.attention.layout import StepLayout
 from kvik.attention.sdpa import MAX_KEYS, MAX_PADDING, DecodeRow, SdpaAttention, split
 from kvik.kernels.torch_ops import TORCH
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from helpers.optional_native import NATIVE
 
-from kvik.attention.base import AttentionBackend, StepLayout
+from kvik.attention.base import AttentionBackend
+from kvik.attention.layout import StepLayout
 from kvik.attention.reference import ReferenceAttention
 from kvik.attention.sdpa import SdpaAttention
 from kvik.kernels.reference.ops import REFERENCE

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvik.attention.base import Attend, AttentionBackend, AttentionMetadata, LayerKV, StepLayout
+from kvik.attention.base import Attend, AttentionBackend, AttentionMetadata, LayerKV
+from kvik.attention.layout import StepLayout
 from kvik.config.config import ResolvedConfig
 from kvik.config.graph_sizes import GraphSize, catching_up_sizes, drafting_sizes
 from kvik.models.model_spec import ModelSpec

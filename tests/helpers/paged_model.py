@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvik.attention.base import AttentionBackend, StepLayout
+from kvik.attention.base import AttentionBackend
+from kvik.attention.layout import StepLayout
 from kvik.attention.reference import ReferenceAttention
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE, stored_weight

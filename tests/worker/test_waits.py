@@ -17,7 +17,7 @@ from helpers.untrained_heads import eagle, medusa
 from torch import Tensor
 
 from kvik import LLM, SamplingParams
-from kvik.attention.base import StepLayout
+from kvik.attention.layout import StepLayout
 from kvik.attention.sdpa import SdpaAttention, SdpaMetadata
 from kvik.kernels.upload import upload
 from kvik.worker.rejection import coupled

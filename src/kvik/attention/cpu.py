@@ -18,9 +18,9 @@ from kvik.attention.base import (
     AttentionSpec,
     BackendCaps,
     LayerKV,
-    StepLayout,
     move_tokens,
 )
+from kvik.attention.layout import StepLayout
 from kvik.kernels.cpu.native import Argument, Native
 from kvik.kernels.ops import Ops
 

@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvik.attention.base import AttendLatent, AttentionSpec, StepLayout
+from kvik.attention.base import AttendLatent, AttentionSpec
+from kvik.attention.layout import StepLayout
 from kvik.kernels.reference.ops import stored_weight
 from kvik.spec.visible_keys import Window, first_visible
 

@@ -7,15 +7,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvik.attention.base import (
-    Attend,
-    AttendLatent,
-    AttentionBackend,
-    AttentionMetadata,
-    LayerKV,
-    StepLayout,
-)
+from kvik.attention.base import Attend, AttendLatent, AttentionBackend, AttentionMetadata, LayerKV
 from kvik.attention.indexed import Indexed
+from kvik.attention.layout import StepLayout
 from kvik.kernels.ops import Ops
 from kvik.spec.shares import HeadShare, share_of
 from kvik.spec.visible_keys import Window

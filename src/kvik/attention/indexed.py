@@ -11,16 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kvik.attention.layout import StepLayout
 from kvik.kernels.ops import Ops
 from kvik.spec.kv import IndexSpec
-
-if TYPE_CHECKING:
-    from kvik.attention.base import StepLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,10 +30,10 @@ from kvik.attention.base import (
     AttentionMetadata,
     BackendCaps,
     LayerKV,
-    StepLayout,
     keep_queries,
     read_both,
 )
+from kvik.attention.layout import StepLayout
 from kvik.attention.reference import ReferenceAttention, within_reach
 from kvik.kernels.ops import Ops
 from kvik.kernels.upload import upload

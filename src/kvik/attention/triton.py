@@ -23,9 +23,9 @@ from kvik.attention.base import (
     AttentionSpec,
     BackendCaps,
     LayerKV,
-    StepLayout,
 )
 from kvik.attention.fresh_prompts import FreshPrompt, FreshPrompts
+from kvik.attention.layout import StepLayout
 from kvik.kernels.ops import Ops
 from kvik.kernels.triton.attention_mla import latent_attention
 from kvik.kernels.triton.attention_paged import (

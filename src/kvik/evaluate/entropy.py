@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvik.attention.base import LayerKV, StepLayout
+from kvik.attention.base import LayerKV
+from kvik.attention.layout import StepLayout
 from kvik.attention.reference import ReferenceAttention
 from kvik.config.config import EngineConfig
 from kvik.config.kv_budget import check_model

@@ -292,7 +292,6 @@ DEEPSEEK32 = replace(
     indexed=True,
     predictor=None,
     gguf=None,
-    gguf_marker=(),
 )
 # GLM-5 (Z.ai 2026).
 GLM5 = replace(

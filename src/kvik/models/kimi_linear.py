@@ -7,7 +7,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.decoder import AttentionBlock, Decoder, PreNormLayer, feed_forward
+from kvik.models.decoder import Decoder, PreNormLayer, feed_forward, mixer
 from kvik.models.deepseek import DeepseekAttention
 from kvik.spec.declare import Architecture, ExpertNames, FeedForward, ForwardContext, LayerBuilder
 from kvik.spec.experts import ExpertsSpec, corrected_router, listed_layers, read_experts
@@ -77,14 +77,6 @@ class KimiDeltaNet:
         return self.o(self.gated(normed, self.output_gate(gate, ctx)), ctx, residual)
 
 
-def mixer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> AttentionBlock:
-    """Return the delta net or the latent attention of a layer."""
-    state = spec.layers[layer].state
-    if state is None:
-        return DeepseekAttention(spec, builder, layer)
-    return KimiDeltaNet(spec, builder.at("self_attn"), layer, state)
-
-
 def feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward:
     """Return the experts or the MLP of a layer; transformers writes both in one scope."""
     scopes = (EXPERTS,) if spec.layers[layer].experts is not None else (MLP, EXPERTS)
@@ -125,11 +117,18 @@ def kimi_experts(fields: Fields, layers: int) -> tuple[ExpertsSpec | None, ...]:
     )
 
 
+KimiLayer = partial(
+    PreNormLayer,
+    attention=partial(mixer, attention=DeepseekAttention, keeper=KimiDeltaNet, scope="self_attn"),
+    feed=feed,
+)
+
+
 KIMI_LINEAR = Architecture(
     "KimiLinearForCausalLM",
     "kimi_linear",
     "Kimi Linear",
-    partial(Decoder, make_layer=partial(PreNormLayer, attention=mixer, feed=feed)),
+    partial(Decoder, make_layer=KimiLayer),
     layers=kimi_layers,
     experts=kimi_experts,
     fixed={"mla_use_nope": True},

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvik.attention.base import StepLayout
+from kvik.attention.layout import StepLayout
 from kvik.attention.sdpa import SdpaAttention
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.experts import experts_by

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvik.attention.base import StepLayout
+from kvik.attention.layout import StepLayout
 from kvik.kernels.cpu.native import Native
 from kvik.kernels.cpu.recording import Recording
 from kvik.worker.graphs import EngineNetwork, Graph, StepOutput

@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
-from kvik.attention.base import StepLayout
+from kvik.attention.layout import StepLayout
 from kvik.config.graph_sizes import GraphSize
 from kvik.worker.captures import (
     NO_CAPTURE_PEERS,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from kvik.attention.base import StepLayout
+from kvik.attention.layout import StepLayout
 from kvik.core.plan import SchedulerOutput
 from kvik.frozen import frozen
 from kvik.worker.draft_tree import DraftTree

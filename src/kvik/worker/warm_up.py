@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.attention.base import StepLayout
+from kvik.attention.layout import StepLayout
 from kvik.config.speculative import ResolvedSpeculation
 from kvik.core.sampling_params import TRUNCATIONS, SamplingParams
 from kvik.kernels.ops import Ops

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvik.attention.base import Attend, AttentionBackend, AttentionSpec, LayerKV, StepLayout, store
+from kvik.attention.base import Attend, AttentionBackend, AttentionSpec, LayerKV, store
+from kvik.attention.layout import StepLayout
 from kvik.attention.sdpa import SdpaAttention
 from kvik.config.units import MIB
 from kvik.kernels.ops import Ops

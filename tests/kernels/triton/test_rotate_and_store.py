@@ -9,7 +9,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason=NO_TRITON)
 
-from kvik.attention.base import StepLayout, keep_queries
+from kvik.attention.base import keep_queries
+from kvik.attention.layout import StepLayout
 from kvik.kernels.kv_rounding import SCALES, movable, round_vectors
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.triton import rotary

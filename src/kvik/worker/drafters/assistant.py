@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from kvik.attention.base import StepLayout
+from kvik.attention.layout import StepLayout
 from kvik.kernels.upload import upload
 from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
 from kvik.worker.drafters.draft_model import DraftSampling, Guessing

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.attention.base import StepLayout
+from kvik.attention.layout import StepLayout
 from kvik.frozen import frozen
 from kvik.kernels.ops import Draws
 from kvik.kernels.upload import upload
