@@ -31,9 +31,9 @@ enum Activation : int64_t {
     kClampedSwiglu = 9,
 };
 // The function of the gate that `gated` multiplies x by.
-enum Gate : int64_t { kGateNone = 0, kGateSilu = 1, kGateSigmoid = 2 };
+enum Gate : int64_t { kGateNone = 0, kGateSilu = 1, kGateSigmoid = 2, kGateSoftplus = 3 };
 // How a router computes scores from its logits, in the order of `Scores` (spec/experts.py).
-enum Scores : int64_t { kSoftmaxScores = 0, kSigmoidScores = 1, kSparsemixer = 2 };
+enum Scores : int64_t { kSoftmaxScores = 0, kSigmoidScores = 1, kSparsemixer = 2, kLogitScores = 3 };
 constexpr int64_t kMaxTaps = 8;  // inputs of a short convolution
 // How a matrix is stored and multiplied.
 enum MatrixKind : int64_t {

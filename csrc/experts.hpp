@@ -42,7 +42,7 @@ KVIK_INLINE float group_score(const float* choice, int64_t n, bool two) {
 
 // NaN counts as 0, so that a row of them chooses some experts and gets NaN from elsewhere.
 void scores_of(const route_args& a, const float* logits, float* score) {
-    if (a.scores == kSparsemixer) {
+    if (a.scores == kSparsemixer || a.scores == kLogitScores) {
         for (int64_t i = 0; i < a.experts; i++) {
             const float value = logits[i] == logits[i] ? logits[i] : 0.0f;
             score[i] = value > FLT_MAX ? FLT_MAX : value < -FLT_MAX ? -FLT_MAX : value;
@@ -104,8 +104,9 @@ void route_row(const route_args& a, int64_t row) {
     for (int64_t n = 0; n < a.active; n++) {
         const int64_t best = first_largest(choice, taken, a.experts);
         ids[n] = best;
-        const bool mixes = a.scores == kSparsemixer;
-        weights[n] = mixes ? share_among_near(score, taken, a.experts, best, float(a.jitter)) : score[best];
+        weights[n] = score[best];
+        if (a.scores == kSparsemixer) weights[n] = share_among_near(score, taken, a.experts, best, float(a.jitter));
+        if (a.scores == kLogitScores) weights[n] = 1.0f / (1.0f + expf(-score[best]));
         total += weights[n];
         taken[best] = true;
     }

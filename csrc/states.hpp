@@ -19,10 +19,20 @@ namespace {
 
 KVIK_INLINE F32 sigmoid(F32 x) { return div(broadcast(1.0f), add(broadcast(1.0f), exp(sub(zero(), x)))); }
 
+// max(x, 0) + log(1 + exp(-|x|)); log(1 + y) = 2 artanh(y / (2 + y)), whose argument is at most 1/3: the first term
+// that is left out is below 1e-8 of the sum.
+KVIK_INLINE F32 softplus(F32 x) {
+    const F32 y = exp(sub(zero(), abs(x))), z = div(y, add(y, broadcast(2.0f))), square = mul(z, z);
+    F32 series = broadcast(1.0f / 15.0f);
+    for (int n = 13; n > 0; n -= 2) series = fma(series, square, broadcast(1.0f / float(n)));
+    return fma(add(z, z), series, max(x, zero()));
+}
+
 KVIK_INLINE F32 gate_of(int64_t by, F32 x) {
     switch (by) {
         case kGateSilu: return silu(x);
         case kGateSigmoid: return sigmoid(x);
+        case kGateSoftplus: return softplus(x);
         default: return x;
     }
 }
@@ -139,15 +149,6 @@ void widen(float* to, const T* x, int64_t count) {
 }
 
 inline float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
-
-// max(x, 0) + log(1 + exp(-|x|)); log(1 + y) = 2 artanh(y / (2 + y)), whose argument is at most 1/3: the first term
-// that is left out is below 1e-8 of the sum.
-KVIK_INLINE F32 softplus(F32 x) {
-    const F32 y = exp(sub(zero(), abs(x))), z = div(y, add(y, broadcast(2.0f))), square = mul(z, z);
-    F32 series = broadcast(1.0f / 15.0f);
-    for (int n = 13; n > 0; n -= 2) series = fma(series, square, broadcast(1.0f / float(n)));
-    return fma(add(z, z), series, max(x, zero()));
-}
 
 // What a token does to some columns of the state of a head.
 struct HeadToken {

@@ -260,6 +260,8 @@ def test_the_plan_matches_the_peak_of_a_large_model(
         | {"qk_nope_head_dim": 32, "v_head_dim": 32, "linear_num_heads": 12, "linear_head_dim": 64}
         | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
         | {"first_k_dense_replace": 3},
+        {"architectures": ["LagunaForCausalLM"], "mlp_layer_types": ["dense"] * 3}
+        | {"num_attention_heads_per_layer": [4, 16, 4], "num_experts_per_tok": 2},
         {"adapters": 2},
         {"adapters": 2, "architectures": ["GPT2LMHeadModel"], "n_embd": 256, "n_layer": 3}
         | {"n_head": 8, "n_positions": 4096, "n_inner": 1024},

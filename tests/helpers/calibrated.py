@@ -132,6 +132,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "sliding_attention", "full_attention"],
         "sliding_window": 5,
     },
+    "Laguna": {
+        "head_dim": 8,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "num_attention_heads_per_layer": [4, 6, 4],
+        "num_experts": 6,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
+    "Kolibri1": {
+        "head_dim": 8,
+        "num_experts": 6,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
     "Qwen3_5": STATES,
     "OlmoHybrid": STATES,
     "GlmMoeDsa": {
@@ -169,6 +185,8 @@ LEFT: dict[str, set[str]] = {
     "GraniteMoeHybrid": {"layer"},  # router.layer
     "NemotronH": {"gate"},
     "Lfm3": {"gate_proj"},
+    "Laguna": {"gate", "g_proj"},
+    "Kolibri1": {"gate"},
     "Qwen3_5": {"in_proj_a", "in_proj_b"},
     "OlmoHybrid": {"a_proj", "b_proj"},
     "GlmMoeDsa": {"gate", "kv_b_proj", "weights_proj"},

@@ -265,6 +265,17 @@ PUBLIC: dict[str, dict[str, Any]] = {
         vocab=154880, hidden=6144, inner=12288, layers=78, heads=64, kv_heads=64, positions=202752,
         q_lora_rank=2048, index_n_heads=32,
     ),
+    "Laguna-XS.2": config(
+        "LagunaForCausalLM",
+        vocab=100352, hidden=2048, inner=8192, layers=40, heads=48, kv_heads=8, head_dim=128,
+        positions=131072, layer_types=(["full_attention"] + ["sliding_attention"] * 3) * 10,
+        num_attention_heads_per_layer=[48, 64, 64, 64] * 10,
+    ),
+    "Kolibri-1": config(
+        "Kolibri1ForCausalLM",
+        vocab=128000, hidden=2560, inner=512, layers=50, heads=48, kv_heads=4, head_dim=128,
+        positions=262144,
+    ),
     "FlexOlmo-7x7B": config(
         "FlexOlmoForCausalLM",
         vocab=100352, hidden=4096, inner=11008, layers=32, heads=32, kv_heads=32, positions=4096,

@@ -17,7 +17,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from kvik.kernels.ops import Draws, Masks, Ops, Penalties, Sequences, StateHeads, Truncation
+from kvik.kernels.ops import Draws, Gate, Masks, Ops, Penalties, Sequences, StateHeads, Truncation
 from kvik.kernels.weights import (
     PAIRED,
     Activation,
@@ -38,6 +38,7 @@ from kvik.spec.experts import Router
 from kvik.spec.weight_kind import MX_GROUP, Rounding
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GATES: tuple[Gate, ...] = get_args(Gate)
 
 # An implementation may round intermediate results to the dtype; the reference rounds once.
 _RTOL = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -540,6 +541,7 @@ def _experts() -> list[Case]:
         "groups": Router(24, 3, groups=4, kept_groups=2, normalised=False, scale=16.0),
         "best-two": Router(24, 6, "sigmoid", True, 4, 2, "best two", scale=1.7),
         "sparsemixer": Router(16, 3, "sparsemixer", normalised=False, jitter=0.3),
+        "logit": Router(19, 5, "logit", corrected=True, normalised=False),
     }
     kinds = {
         "float": (random_float, 40, 24),
@@ -810,8 +812,8 @@ def _states() -> list[Case]:
         *(recurrence(2, 4, 24, 40, beta_scale=2.0, drafted=drafted) for drafted in (False, True)),
         *(recurrence(3, 3, 17, 70, by_row=True, drafted=drafted) for drafted in (False, True)),
         recurrence(1, 2, 128, 40, by_row=True, long=True),
-        *(gated(1, 1, by, 1) for by in ("none", "silu", "sigmoid")),
-        *(gated(7, 133, by, gates) for by in ("none", "silu", "sigmoid") for gates in (1, 7, 133)),
+        *(gated(1, 1, by, 1) for by in GATES),
+        *(gated(7, 133, by, gates) for by in GATES for gates in (1, 7, 133)),
         *(gated(7, 133, "none", gates, fp32=True) for gates in (1, 133)),
     ]
 

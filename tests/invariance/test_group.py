@@ -151,6 +151,7 @@ FAMILIES: dict[str, dict[str, object]] = {
         **CALIBRATED["KimiLinear"],
         **{"num_attention_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16},
     },
+    "Laguna": {**CALIBRATED["Laguna"], **HEADS, "head_dim": 16},
     "FalconH1": {**CALIBRATED["FalconH1"], **HEADS, "head_dim": 16},
     "Lfm2": {**CALIBRATED["Lfm2"], **HEADS},
     "GraniteMoeHybrid": {**CALIBRATED["GraniteMoeHybrid"], **HEADS},
@@ -176,7 +177,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "HunYuanMoEV1": {**CALIBRATED["HunYuanMoEV1"], **HEADS, "head_dim": 16},
 }
 
-EXPERTS = ("GptOss", "DeepseekV3", "NemotronH", "KimiLinear")
+EXPERTS = ("GptOss", "DeepseekV3", "NemotronH", "KimiLinear", "Laguna")
 
 
 def answers(

@@ -45,7 +45,7 @@ def by_definition(
     scales: list[float] | None,
 ) -> tuple[list[int], list[float]]:
     """Return the experts of one token and their weights, in plain Python."""
-    if router.scores == "sparsemixer":
+    if router.scores in ("sparsemixer", "logit"):
         scores = logits
     elif router.scores == "sigmoid":
         scores = [1 / (1 + math.exp(-x)) for x in logits]
@@ -66,6 +66,8 @@ def by_definition(
     weights = [scores[e] for e in ids]
     if router.scores == "sparsemixer":
         weights = [share(logits, e, ids[:n], router.jitter) for n, e in enumerate(ids)]
+    if router.scores == "logit":
+        weights = [1 / (1 + math.exp(-logits[e])) for e in ids]
     total = sum(weights) if router.normalised else 1.0
     each = scales or [1.0] * len(logits)
     return ids, [w / total * router.scale * each[e] for e, w in zip(ids, weights, strict=True)]
@@ -87,6 +89,7 @@ ROUTERS = {
     "groups": Router(24, 3, groups=4, kept_groups=2, normalised=False, scale=16.0),
     "corrected": Router(32, 6, "sigmoid", True, 8, 4, "best two", scale=2.5),
     "sparsemixer": Router(16, 3, "sparsemixer", normalised=False, jitter=0.3),
+    "logit": Router(16, 4, "logit", corrected=True, groups=4, kept_groups=2),
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.model_cases import CASES
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import (
     DELTA,
@@ -45,6 +46,41 @@ def test_an_olmo_hybrid_as_transformers_writes_it(tmp_path: Path) -> None:
     assert any("attention_layer_norm" in name for name in load_file(tmp_path / SINGLE))
     ids = tokens(12)
     expected = reference_logits(reference, ids)
+    torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        (
+            "laguna",
+            {
+                "mlp.experts.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
+                "mlp.shared_expert.": "mlp.shared_experts.",
+            },
+        ),
+        (
+            "kolibri1",
+            {
+                "moe.router.expert_bias": "mlp.gate.e_score_correction_bias",
+                "post_attn_norm": "post_self_attn_layernorm",
+                "post_ffn_norm": "post_mlp_layernorm",
+            },
+        ),
+    ],
+)
+def test_names_of_published_checkpoints_and_of_modules(
+    name: str, published: dict[str, str], tmp_path: Path
+) -> None:
+    family, options = CASES[name]
+    reference, ids = save_tiny(tmp_path, family, **options), tokens(12)
+    expected = reference_logits(reference, ids)
+    stored = load_file(tmp_path / SINGLE)
+    for old, new in published.items():
+        assert any(old in name for name in stored)
+        stored = {name.replace(old, new): tensor for name, tensor in stored.items()}
+    torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
+    save_file(stored, tmp_path / SINGLE)
     torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
 
 

@@ -72,7 +72,7 @@ STACKED = {"GptOss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_to
 # Models whose second block is of another kind than the first.
 SECOND = (
     *("Gemma4", "DeepseekV2", "DeepseekV3", "Lfm2", "Qwen3_5", "Qwen3Next", "GraniteMoeHybrid"),
-    *("NemotronH", "Cohere2Moe", "OlmoHybrid", "KimiLinear"),
+    *("NemotronH", "Cohere2Moe", "OlmoHybrid", "KimiLinear", "Laguna"),
 )
 
 
@@ -125,6 +125,8 @@ def test_outputs_do_not_change(tmp_path: Path, family: str, index: int) -> None:
         "OlmoHybrid": (5, 2),
         "GlmMoeDsa": (9,),
         "KimiLinear": (5, 3 + 1 + 2 * 6 + 2),
+        "Laguna": (5, 3 + 1 + 2 * 6 + 2),
+        "Kolibri1": (2 + 1 + 2 * 6 + 2,),
         "Qwen3Next": (3 + 2 + 2 * 6 + 2, 2 + 2 + 2 * 6 + 2),
     }
     assert len(folded.scales) == others.get(family, (4, 4))[index]

@@ -161,6 +161,19 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
         (of("KimiLinear", linear_attn_config={key: value}), f"linear_attn_config {key}")
         for key, value in (("num_heads", 0), ("full_attn_layers", [4, 5]), ("full_attn_layers", []))
     ),
+    *(
+        (of("Laguna", **{key: value}), key)
+        for key, value in (
+            ("gating", False),
+            ("gating", "per-row"),
+            ("moe_apply_router_weight_on_input", True),
+            ("moe_router_logit_softcapping", 30.0),
+            ("num_attention_heads_per_layer", [4, 4]),
+            ("num_attention_heads_per_layer", [4, 4, 3, 4]),
+        )
+    ),
+    (of("Kolibri1", shared_expert_intermediate_size=0), "shared_expert_intermediate_size"),
+    (of("Kolibri1", norm_topk_prob=1), "norm_topk_prob"),
     (of("Cohere2Moe", shared_expert_combination_strategy="max"), STRATEGY),
     (of("Cohere2Moe", expert_selection_fn="tanh"), "expert_selection_fn"),
     (of("Cohere2Moe", rms_norm_eps=-1.0), "rms_norm_eps"),

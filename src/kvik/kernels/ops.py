@@ -126,7 +126,8 @@ class Sequences:
     drafts: Tensor | None = None
 
 
-Gate = Literal["silu", "sigmoid", "none"]  # function applied to the gate of `Ops.gated`
+# Functions applied to the gate of `Ops.gated`, with the numbers of csrc/arguments.hpp.
+Gate = Literal["none", "silu", "sigmoid", "softplus"]
 
 
 @dataclass(frozen=True, slots=True)

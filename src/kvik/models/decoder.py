@@ -63,8 +63,8 @@ class GroupedQueryAttention:
         full_rows: bool = False,
         sinks: bool = False,
     ) -> None:
-        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         hidden, facts, inner = spec.hidden_size, spec.layers[layer], builder.at(scope)
+        heads, (kv_heads, dim) = spec.query_heads(facts), spec.heads(facts)
         counts = (heads, kv_heads, kv_heads)
         self.qkv = inner.heads(
             qkv,
@@ -106,20 +106,29 @@ class GroupedQueryAttention:
 
 
 class GatedOutputAttention(GroupedQueryAttention):
-    """Grouped-query attention with RMSNorm on each head of q and k; its output is multiplied by the
-    sigmoid of a projection of the input (Qiu et al. 2025, arXiv 2505.06708).
+    """Grouped-query attention with RMSNorm on each head of q and k; its output is multiplied by a
+    function of a projection of the input (Qiu et al. 2025, arXiv 2505.06708).
 
     Args:
         each_head: it has one number for each head, else one for each channel.
+        gate: name of the projection.
+        by: the function, as in `LayerBuilder.gated`.
     """
 
     def __init__(
-        self, spec: ModelFacts, builder: LayerBuilder, layer: int, each_head: bool = False
+        self,
+        spec: ModelFacts,
+        builder: LayerBuilder,
+        layer: int,
+        each_head: bool = False,
+        gate: str = "gate_proj",
+        by: str = "sigmoid",
     ) -> None:
         super().__init__(spec, builder, layer, norms=("q_norm", "k_norm"), full_rows=True)
-        width, inner = spec.num_heads * (1 if each_head else spec.head_dim), builder.at("self_attn")
-        self.gate = inner.linear("gate_proj", spec.hidden_size, width, bias=False, role="gates")
-        self.gated = builder.gated("sigmoid")
+        facts, inner = spec.layers[layer], builder.at("self_attn")
+        width = spec.query_heads(facts) * (1 if each_head else spec.heads(facts)[1])
+        self.gate = inner.linear(gate, spec.hidden_size, width, bias=False, role="gates")
+        self.gated = builder.gated(by)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext

@@ -111,7 +111,7 @@ class ModelSpec(ModelFacts):
                 else arch.inner(fields)
             ),
             layers=rules,
-            num_heads=heads,
+            num_heads=max(layer.heads or heads for layer in rules),
             num_kv_heads=1 if latent else _kv_heads(fields, heads, arch),
             head_dim=(
                 latent.width

@@ -233,10 +233,15 @@ class Builder(LayerBuilder):
         return inner
 
     def one_of(self, *names: str) -> str:
-        """Return the first name of a layer that the checkpoint has, else the first."""
-        full = ((name, self._name(name)) for name in names)
-        stored = (name for name, at in full if {at, f"{at}.weight"} & self._stored.keys())
-        return next(stored, names[0])
+        """Return the first name of a layer or tensor that the checkpoint has, else the first."""
+
+        def stored(name: str) -> bool:
+            full = self._name(name)
+            layer, tensor = layer_of(full)
+            is_layer = bool({full, f"{full}.weight"} & self._stored.keys())
+            return is_layer or tensor in self._stored.get(layer, {})
+
+        return next(filter(stored, names), names[0])
 
     def skip(self, *scopes: str) -> None:
         """Skip all tensors in some scopes, such as an image encoder."""

@@ -121,10 +121,11 @@ def _reading(before: Role, roles: Collection[Role]) -> tuple[Role, ...]:
 def _values(spec: ModelSpec, layer: int) -> tuple[str, Tensor, Tensor] | None:
     """Return the layer in whose outputs the inputs of a block's output projection are linear, as
     source, channels and outputs of a `Fold`; None: there is none."""
-    latent, state = spec.layers[layer].latent, spec.layers[layer].state
-    if spec.family.value_norm or spec.layers[layer].feeds:
+    facts = spec.layers[layer]
+    latent, state = facts.latent, facts.state
+    if spec.family.value_norm or facts.feeds:
         return None
-    heads, (kv_heads, size) = spec.num_heads, spec.heads(spec.layers[layer])
+    heads, (kv_heads, size) = spec.query_heads(facts), spec.heads(facts)
     declared = spec.declaration
     role = "kv_up" if latent else "qkv"
     linear = next(linear for linear in declared.of_block(layer) if linear.role == role)
@@ -207,7 +208,8 @@ def unclipped_rows(spec: ModelSpec, layer: int) -> Mapping[str, int]:
         elif linear.by_head:
             counts[names[0]] = linear.outputs[0]
         elif len(names) == 1:
-            counts[names[0]] = (spec.num_heads + (kv_heads if facts.kv_from is None else 0)) * size
+            heads = spec.query_heads(facts) + (kv_heads if facts.kv_from is None else 0)
+            counts[names[0]] = heads * size
         else:
             counts |= zip(names[:2], linear.outputs[:2], strict=True)
     return counts

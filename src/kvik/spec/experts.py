@@ -18,7 +18,7 @@ EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_
 STEP_KEYS = ("decoder_sparse_step", "interleave_moe_layer_step")
 SWITCH = "enable_moe_block"  # of families that have experts or none
 SPARSE, DENSE = "sparse", "dense"  # of `mlp_layer_types`
-Scores = Literal["softmax", "sigmoid", "sparsemixer"]
+Scores = Literal["softmax", "sigmoid", "sparsemixer", "logit"]  # as in csrc/arguments.hpp
 SCORES: tuple[Scores, ...] = get_args(Scores)
 
 
@@ -31,6 +31,7 @@ class Router:
     chosen expert is its score without correction. With "sparsemixer" (Liu et al. 2024, arXiv
     2409.12136) scores are the logits. The weight is a softmax over the logits x that were not
     chosen before and are near the chosen one s: (s - x) / max(|x|, s) is at most twice the jitter.
+    With "logit" scores are the logits, too, and the weight is the sigmoid of the chosen one.
     """
 
     # experts, active: number of experts, in total and per token.
@@ -79,6 +80,7 @@ def read_experts(
     router: Callable[[Fields, int, int], Router],
     shared: str = "",
     shared_width: str = "",
+    gated: bool = True,
     first_dense: int = 0,
 ) -> tuple[ExpertsSpec | None, ...]:
     """Read the experts of each layer from config.json; None: a plain MLP.
@@ -88,7 +90,8 @@ def read_experts(
         active: key of the number of experts per token.
         router: config.json, experts, experts per token -> the router.
         shared: key of the number of shared experts; "": none.
-        shared_width: key of the width of a gated shared expert; "": none.
+        shared_width: key of the width of a shared expert; "": none.
+        gated: that expert has a gate.
         first_dense: default of `first_k_dense_replace`.
 
     Raises:
@@ -100,10 +103,10 @@ def read_experts(
     num_active = fields.integer(active, 1, count)
     width = fields.integer(inner, 1, MAX_WIDTH)
     always = fields.integer(shared, 0, MAX_EXPERTS, 0) if shared else 0
-    gated = fields.integer(shared_width, 1, MAX_WIDTH) if shared_width else 0
+    width_of_all = fields.integer(shared_width, 1, MAX_WIDTH) if shared_width else 0
     choice = router(fields, count, num_active)
     fields.choice("scoring_func", (choice.scores,), choice.scores)
-    experts = ExpertsSpec(choice, width, gated or always * width, gated > 0)
+    experts = ExpertsSpec(choice, width, width_of_all or always * width, gated and width_of_all > 0)
     sparse = sparse_layers(fields, layers, first_dense)
     return tuple(experts if is_sparse else None for is_sparse in sparse)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvik.errors import shown
 from kvik.spec.experts import ExpertsSpec
@@ -96,6 +97,7 @@ class LayerSpec:
     state: StateSpec | None = None
     beside: bool = False  # the layer has attention beside what keeps the state
     feeds: bool = False  # it has an MLP or experts alone, neither attention nor a state
+    heads: int | None = None  # number of heads of queries; None: the model's
     # head_dim, kv_heads: head dimension and number of KV heads; None: the model's.
     head_dim: int | None = None
     kv_heads: int | None = None
@@ -212,15 +214,20 @@ def mixed_layers(
     return tuple(full if kind == FULL else LayerSpec(window, rope) for kind in types)
 
 
-def typed_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+def typed_layers(
+    fields: Fields, layers: int, positions: int, *, fraction: float | None = None
+) -> tuple[LayerSpec, ...]:
     """Layers with and without a window, by `layer_types` (default: without), each kind with its own
-    rotary positions in `rope_parameters`."""
-    kinds = {FULL: LayerSpec(None, read_rope(fields, positions, layer_type=FULL))}
+    rotary positions in `rope_parameters`.
+
+    Args:
+        fraction: see `read_rope`.
+    """
+    rope = partial(read_rope, fields, positions, fraction=fraction)
+    kinds = {FULL: LayerSpec(None, rope(layer_type=FULL))}
     types = layer_types(fields, layers, every=1)
     if SLIDING in types:
-        kinds[SLIDING] = LayerSpec(
-            read_window(fields), read_rope(fields, positions, layer_type=SLIDING)
-        )
+        kinds[SLIDING] = LayerSpec(read_window(fields), rope(layer_type=SLIDING))
     return tuple(kinds[kind] for kind in types)
 
 

@@ -81,7 +81,7 @@ class ModelFacts:
     embedding_size: int  # width of token embeddings
     intermediate_size: int
     layers: tuple[LayerSpec, ...]
-    num_heads: int
+    num_heads: int  # of queries; the largest number of a layer
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
@@ -194,6 +194,10 @@ class ModelFacts:
     def heads(self, layer: LayerSpec) -> tuple[int, int]:
         """Return a layer's number of KV heads and its head dimension."""
         return layer.kv_heads or self.num_kv_heads, layer.head_dim or self.head_dim
+
+    def query_heads(self, layer: LayerSpec) -> int:
+        """Return a layer's number of heads of queries."""
+        return layer.heads or self.num_heads
 
     @cached_property
     def head_dims(self) -> tuple[int, ...]:

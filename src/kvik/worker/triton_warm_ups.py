@@ -56,8 +56,9 @@ class TritonWarmUps(WarmUps):
         by_expert = [tokens_of_experts(router.experts, router.active) for router in routers]
         if adapters := self._config.runner.max_adapters:
             by_expert.append(tokens_of_experts(adapters, 1))
-        kv_heads = {spec.heads(layer)[0] for layer in spec.layers if layer.attends}
-        classes = lengths(spec.num_heads, kv_heads, max_length, set().union(*by_expert))
+        attending = [layer for layer in spec.layers if layer.attends]
+        heads = {(spec.query_heads(layer), spec.heads(layer)[0]) for layer in attending}
+        classes = lengths(heads, max_length, set().union(*by_expert))
         nodes = [length for length in classes if sizes.trees and length <= SHORT]
         dtype, device = DTYPES[self._config.runner.dtype], self._device
 

@@ -117,12 +117,12 @@ def test_tiles_fit_shared_memory(head_dim, itemsize, shared):
 def test_a_number_of_tokens_of_every_class() -> None:
     """The first is for the prefill kernel; the others are the most of a tile, of products or of the
     split kernel."""
-    assert lengths(32, [8], 8192) == (257, 256, 128, 64, 32, 16, 8, 4, 1)
-    assert lengths(14, [2], 8192) == (293, 292, 256, 128, 64, 32, 16, 8, 4, 2, 1)
-    assert lengths(128, [1], 8192)[:4] == (257, 256, 128, 64)  # more heads than rows of a tile
+    assert lengths([(32, 8)], 8192) == (257, 256, 128, 64, 32, 16, 8, 4, 1)
+    assert lengths([(14, 2)], 8192) == (293, 292, 256, 128, 64, 32, 16, 8, 4, 2, 1)
+    assert lengths([(128, 1)], 8192)[:4] == (257, 256, 128, 64)  # more heads than rows of a tile
     # Layers of both kinds, as in Gemma 4, with different longest prompts of the split kernel.
-    assert lengths(16, [8, 2], 8192) == (257, 256, 128, 64, 32, 16, 8, 4, 2, 1)
-    assert lengths(32, [8], 20) == (20, 16, 8, 4, 1)
+    assert lengths([(16, 8), (16, 2)], 8192) == (257, 256, 128, 64, 32, 16, 8, 4, 2, 1)
+    assert lengths([(32, 8)], 20) == (20, 16, 8, 4, 1)
 
 
 def test_the_memory_plan_covers_the_workspace():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from kvik.kernels.weights import ACTIVATIONS, PAIRED, Activation
 
 # The truncations that the kernels apply.
 RULES = ("top_k", "top_p", "min_p")
-GATES: Mapping[Gate, int] = {"none": 0, "silu": 1, "sigmoid": 2}  # csrc/arguments.hpp
+GATES: tuple[Gate, ...] = get_args(Gate)
 
 
 def scale(native: Native, x: Tensor, factor: float, y: Tensor) -> None:
@@ -167,7 +168,7 @@ class _Operations:
             gate_dim=gate.shape[1],
             y=y,
             dim=x.shape[1],
-            by=GATES[by],
+            by=GATES.index(by),
             wide=gate.dtype == torch.float32,
         )
         return y

@@ -25,7 +25,7 @@ def route(
         ids [tokens, active] int64, the best first, and their weights in fp32.
     """
     scores = logits
-    if router.scores != "sparsemixer":
+    if router.scores in ("softmax", "sigmoid"):
         scores = logits.sigmoid() if router.scores == "sigmoid" else logits.softmax(-1)
     scores = scores.nan_to_num(0.0)
     choice = scores if correction is None else scores + correction
@@ -35,6 +35,8 @@ def route(
     ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : router.active]
     mixes = router.scores == "sparsemixer"
     weights = _among_near(scores, ids, router.jitter) if mixes else scores.gather(1, ids)
+    if router.scores == "logit":
+        weights = weights.sigmoid()
     if router.normalised:
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     weights = weights * router.scale

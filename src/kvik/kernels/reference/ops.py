@@ -222,6 +222,7 @@ def gated(x: Tensor, gate: Tensor, by: Gate) -> Tensor:
 _GATES: Mapping[Gate, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "sigmoid": torch.sigmoid,
+    "softplus": torch.nn.functional.softplus,
     "none": lambda gate: gate,
 }
 

@@ -185,7 +185,7 @@ def query_classes(group: int, kv_heads: int) -> tuple[int, ...]:
 
 
 def lengths(
-    heads: int, kv_heads: Collection[int], limit: int, of_experts: Collection[int] = ()
+    heads: Collection[tuple[int, int]], limit: int, of_experts: Collection[int] = ()
 ) -> tuple[int, ...]:
     """Return one number of tokens for each class of shapes that a model's forward compiles.
 
@@ -193,11 +193,11 @@ def lengths(
     The largest come first.
 
     Args:
-        kv_heads: each number of them that layers have.
+        heads: each pair of numbers of query and KV heads that layers have.
         of_experts: the largest number of each class of a model's experts.
     """
     bounds = {1, *(tile.tokens for tile in FEW), 2 * SOME.tokens, MAX_IN_WORDS, *of_experts}
-    bounds.update(n for kv in kv_heads for n in query_classes(heads // kv, kv))
+    bounds.update(n for count, kv in heads for n in query_classes(count // kv, kv))
     return tuple(sorted({min(limit, n) for n in (*bounds, max(bounds) + 1)}, reverse=True))
 
 

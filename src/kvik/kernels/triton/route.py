@@ -70,7 +70,7 @@ def route_kernel(
     expert = group * SIZE + place
     inside = (group < GROUPS) & (place < SIZE)
     x = tl.load(logits + token * stride + expert, mask=inside, other=float("-inf"))
-    if SCORES == 2:
+    if SCORES >= 2:
         scores = tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -MOST), MOST)
     elif SCORES == 1:
         scores = sigmoid(x)
@@ -96,6 +96,8 @@ def route_kernel(
             far = (score - scores) / tl.maximum(tl.abs(scores), score) > 2.0 * jitter
             shares = tl.where(far | (left == BEHIND), 0.0, tl.exp(scores - score))
             score = 1.0 / tl.sum(tl.sum(shares, 1), 0)
+        if SCORES == 3:
+            score = sigmoid(score)
         found_ids = tl.where(k == i, chosen, found_ids)
         found = tl.where(k == i, score, found)
         left = tl.where(left == chosen, BEHIND, left)

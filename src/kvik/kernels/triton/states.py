@@ -15,6 +15,8 @@ takes depends on itself only, not on its batch.
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 import triton
 import triton.language as tl
@@ -41,7 +43,7 @@ def gated_kernel(
     BY: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """grid [rows, blocks]; x [rows, columns], gate the same or, if SHARED, [rows, columns / width];
-    BY: 0 nothing, 1 SiLU, 2 sigmoid"""
+    BY: 0 nothing, 1 SiLU, 2 sigmoid, 3 softplus"""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
@@ -52,8 +54,10 @@ def gated_kernel(
         y *= by
     elif BY == 1:
         y *= by * sigmoid(by)
-    else:
+    elif BY == 2:
         y *= sigmoid(by)
+    else:
+        y *= softplus(by)
     tl.store(out + row * columns + at, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -399,7 +403,7 @@ def gated(x: Tensor, gate: Tensor, by: Gate) -> Tensor:
     block, blocks = in_blocks(columns, MOST)
     width = columns // gate.shape[1]
     numbers = (columns, x.stride(0), gate.stride(0), width)
-    constants = (("none", "silu", "sigmoid").index(by), width > 1, block)
+    constants = (get_args(Gate).index(by), width > 1, block)
     launch(gated_kernel, (rows, blocks), (x, gate, out), numbers, constants)
     return out
 
