@@ -30,14 +30,11 @@ from kvik.worker.transformers_model import RequestCaches, TransformersModel, mod
 
 pytestmark = pytest.mark.usefixtures("forked")
 
-# Architectures that only transformers has: ALiBi; interleaved rotary pairs; a window in most
-# layers; states and no keys.
+# Architectures that only transformers has: ALiBi; learned positions; a window in most layers;
+# states and no keys.
 FAMILIES: dict[str, dict[str, Any]] = {
     "Bloom": {"n_layer": 3, "n_head": 4, "hidden_size": 32},
-    "CodeGen": {
-        **{"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "n_ctx": 128},
-        "rotary_dim": 4,
-    },
+    "BioGpt": {"num_key_value_heads": 4},
     "ModernBertDecoder": {"num_hidden_layers": 4, "local_attention": 18},
     "Mamba": {"hidden_size": 32, "num_hidden_layers": 3, "state_size": 8},
 }
@@ -79,7 +76,7 @@ def caches_of(llm: LLM) -> RequestCaches:
     [
         "Bloom",
         "Mamba",
-        *(pytest.param(f, marks=pytest.mark.full) for f in ("CodeGen", "ModernBertDecoder")),
+        *(pytest.param(f, marks=pytest.mark.full) for f in ("BioGpt", "ModernBertDecoder")),
     ],
 )
 def test_greedy_tokens_are_those_of_transformers(saved, family):
@@ -161,7 +158,7 @@ async def test_the_engine_may_be_another_process(saved):
 
 def test_caches_are_freed(saved, monkeypatch):
     """Requests that ended, were aborted or failed lose their cache in the next step."""
-    folder, model = saved("CodeGen")
+    folder, model = saved("BioGpt")
     with LLM(str(folder), **COMMON, max_num_batched_tokens=32, max_num_seqs=4) as llm:
         caches = caches_of(llm)
         with llm.stream(PROMPTS[1], GREEDY.with_changes(max_tokens=60)) as stream:
@@ -218,7 +215,7 @@ def test_the_plan_counts_what_a_cache_takes(saved, family):
     planned = 70 * resolved.cache.groups[0].bytes_per_token + 2 * facts.state_bytes
     taken = sum(tensor.nbytes for tensor in transformers_model._tensors(cache))
     assert taken <= planned
-    if family in ("Bloom", "CodeGen"):
+    if family in ("Bloom", "BioGpt"):
         assert taken == planned
     assert {d.name: d.value for d in resolved.decisions}["fallback"] == "transformers"
 
@@ -280,9 +277,9 @@ def test_models_that_do_not_run_are_refused(tmp_path, changes, field):
 
 
 def test_weights_must_be_there(tmp_path):
-    save_tiny(tmp_path, "CodeGen", **FAMILIES["CodeGen"])
+    save_tiny(tmp_path, "BioGpt", **FAMILIES["BioGpt"])
     stored = load_file(tmp_path / "model.safetensors")
-    del stored["transformer.h.1.attn.out_proj.weight"]
+    del stored["biogpt.layers.1.self_attn.out_proj.weight"]
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match="out_proj"):
         LLM(str(tmp_path), **COMMON)

@@ -32,6 +32,8 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "GPT2": _GPT2,
     "GPTJ": _GPT2,
+    "GPTBigCode": _GPT2,
+    "CodeGen": _GPT2,
     "GPTNeo": {
         "vocab_size": 96,
         "hidden_size": 32,

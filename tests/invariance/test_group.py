@@ -135,6 +135,9 @@ HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, object]] = {
     "Qwen2": HEADS,
     "GPT2": {"n_embd": 64},
+    "GPTBigCode": {"n_embd": 64},
+    "CodeGen": {"n_embd": 64, "rotary_dim": 8},
+    "Persimmon": {"hidden_size": 64, "num_key_value_heads": 4},
     "Falcon": {"hidden_size": 64, "new_decoder_architecture": True, "num_kv_heads": 2},
     "Phi3": HEADS,
     "Cohere2": HEADS,

@@ -84,6 +84,9 @@ from kvik.spec.visible_keys import Window
         ("granite-4.0-h-tiny", 6_939_037_248),
         ("granite-4.0-h-small", 32_207_337_984),
         ("granite-4.0-h-micro", 3_191_396_096),
+        ("Persimmon-8B", 9_397_175_296),
+        ("StarCoder-15B", 15_517_456_384),
+        ("CodeGen-350M", 356_712_448),
         ("GPT-Neo-125M", 125_198_592),
         ("gpt-j-6b", 6_050_882_784),
     ],
@@ -352,6 +355,8 @@ SHARED = {"shared_expert_intermediate_size": 16}
 OWN_KEYS: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": PUBLIC["gpt2"],
     "GPTJForCausalLM": PUBLIC["gpt2"],
+    "GPTBigCodeForCausalLM": PUBLIC["gpt2"],
+    "CodeGenForCausalLM": PUBLIC["gpt2"],
     "GPTNeoForCausalLM": {"num_layers": 2, "num_heads": 4, "attention_layers": ["global"] * 2},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 4},
     "BambaForCausalLM": {"attn_layer_indices": [1], "mamba_n_heads": 8},

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvik.models.decoder import (
+    QKV,
     Decoder,
     GroupedQueryAttention,
     Layer,
@@ -36,10 +37,13 @@ if TYPE_CHECKING:
 
 
 class HeadNormAttention(GroupedQueryAttention):
-    """Llama's attention with LayerNorm on each head of q and k, with separate gains per head.
+    """Grouped-query attention with LayerNorm on each head of q and k.
 
     Args:
-        norms: names of the norms of q and of k, for `LayerBuilder.head_norms`.
+        norms: names of the norms of q and of k.
+        shared: each has one gain and one bias for all heads; else a gain for each head, see
+            `LayerBuilder.head_norms`.
+        qkv, o, by_head: as in `GroupedQueryAttention`.
     """
 
     def __init__(
@@ -48,16 +52,22 @@ class HeadNormAttention(GroupedQueryAttention):
         builder: LayerBuilder,
         layer: int,
         norms: tuple[str, str] = ("q_norm", "k_norm"),
+        shared: bool = False,
+        qkv: tuple[str, ...] = QKV,
+        o: str = "o_proj",
+        by_head: bool = False,
     ) -> None:
-        super().__init__(spec, builder, layer)
-        norm = partial(
-            builder.at("self_attn").head_norms,
-            dim=spec.head_dim,
-            eps=spec.norm_eps,
-            rope=spec.layers[layer].rope,
+        super().__init__(spec, builder, layer, qkv=qkv, o=o, by_head=by_head)
+        inner, counts = builder.at("self_attn"), (spec.num_heads, spec.num_kv_heads)
+        makes = [
+            inner.layer_norm if shared else partial(inner.head_norms, heads=count)
+            for count in counts
+        ]
+        rope = spec.layers[layer].rope
+        self.q_norm, self.k_norm = (
+            make(name, dim=spec.head_dim, eps=spec.norm_eps, rope=rope)
+            for make, name in zip(makes, norms, strict=True)
         )
-        self.q_norm = norm(norms[0], spec.num_heads)
-        self.k_norm = norm(norms[1], spec.num_kv_heads)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext

@@ -44,7 +44,7 @@ class GroupedQueryAttention:
         norms: names of the RMSNorm on each head of q and of k, "" for one without a gain; (): none.
             They precede the rotation, unless `RopeSpec.then_normed`.
         offset: of the norms' gains.
-        by_head, gated, full_rows: as in `LayerBuilder.heads`.
+        by_head, shards, gated, full_rows: as in `LayerBuilder.heads`.
         sinks: each head has a learned score in the softmax without a key or value.
     """
 
@@ -59,6 +59,7 @@ class GroupedQueryAttention:
         norms: tuple[str, ...] = (),
         offset: float = 0.0,
         by_head: bool = False,
+        shards: int = 0,
         gated: bool = False,
         full_rows: bool = False,
         sinks: bool = False,
@@ -74,6 +75,7 @@ class GroupedQueryAttention:
             bias=spec.qkv_bias,
             rope=facts.rope,
             by_head=by_head,
+            shards=shards,
             gated=gated,
             full_rows=full_rows,
         )
@@ -93,7 +95,7 @@ class GroupedQueryAttention:
         )
         self.o = inner.linear(o, heads * dim, hidden, bias=spec.o_bias, role="o")
         # Some old checkpoints contain frequencies and causal masks.
-        inner.ignore("rotary_emb.inv_freq", "bias", "masked_bias")
+        inner.ignore("rotary_emb.inv_freq", "bias", "masked_bias", "causal_mask")
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext

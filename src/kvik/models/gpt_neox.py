@@ -1,17 +1,19 @@
-"""GPT-Neo, GPT-J and GPT-NeoX of EleutherAI.
+"""GPT-Neo, GPT-J and GPT-NeoX of EleutherAI, and CodeGen.
 
 GPT-NeoX and Pythia (Black et al. 2022, arXiv 2204.06745): attention and MLP in parallel, each after
 its own LayerNorm; q, k and v are one matrix, stored head by head, and a quarter of each head is
 rotated.
 
 GPT-J (Wang and Komatsuzaki 2021): attention and MLP in parallel after one LayerNorm; a part of each
-head is rotated, in pairs of neighbours.
+head is rotated, in pairs of neighbours. CodeGen (Nijkamp et al. 2022, arXiv 2203.13474) is a GPT-J
+whose q, k and v are one matrix, stored in four parts.
 
 GPT-Neo (Black et al. 2021): a GPT-2 with unscaled scores, in which every second layer has a window.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from kvik.models.decoder import (
@@ -112,6 +114,33 @@ GPTJ = Architecture(
     gated_mlp=False,
     eos_token_ids=(50256,),
     keys=KEYS,
+)
+
+
+SHARDS = 4  # processes that trained the model
+
+
+def codegen_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """As in GPT-J; heads were divided among processes."""
+    heads = fields.integer("n_head", 1, MAX_HEADS)
+    if heads % SHARDS:
+        raise fields.error("n_head", f"must be a multiple of {SHARDS}, not {heads}")
+    return gptj_layers(fields, layers, positions)
+
+
+CodeGenLayer = partial(
+    GPTJLayer,
+    attention=partial(
+        GroupedQueryAttention, scope="attn", qkv=("qkv_proj",), o="out_proj", shards=SHARDS
+    ),
+)
+CODEGEN = replace(
+    GPTJ,
+    name="CodeGenForCausalLM",
+    model_type="codegen",
+    models="CodeGen",
+    make=partial(GPT2, make_layer=CodeGenLayer, make_positions=None),
+    layers=codegen_layers,
 )
 
 

@@ -451,7 +451,7 @@ def _head_dim(fields: Fields, hidden: int, heads: int, arch: Architecture, heads
 
 
 def _kv_heads(fields: Fields, heads: int, arch: Architecture) -> int:
-    if not arch.rotary:  # GPT-2 has one K and V for each head
+    if not arch.rotary and arch.kv_heads is None:  # GPT-2 has one K and V for each head
         return heads
     key = arch.keys.get("num_key_value_heads", "num_key_value_heads")
     if arch.kv_heads is not None:

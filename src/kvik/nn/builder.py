@@ -308,6 +308,7 @@ class Builder(LayerBuilder):
         bias: bool,
         rope: RopeSpec | None = None,
         by_head: bool = False,
+        shards: int = 0,
         gated: bool = False,
         full_rows: bool = False,
     ) -> Heads:
@@ -321,6 +322,8 @@ class Builder(LayerBuilder):
                 the stored order.
             by_head: the one layer has, for each KV head in order, its queries, its key and its
                 value.
+            shards: number of equal parts of the heads, if the one layer has, for each part in
+                order, its queries, its values and its keys; 0: it has not.
             gated: in the layer, a gate follows the queries of each head; in the result, all gates
                 follow all queries.
             full_rows: the next operation reads whole rows, not single heads.
@@ -335,7 +338,9 @@ class Builder(LayerBuilder):
             head_counts[0] = (heads[0], heads[0])
             places = _with_gates(places, heads[0], heads[1], head_dim)
         if by_head:
-            places = _by_head(places, heads, head_dim)
+            places = _in_parts(places, heads, head_dim, heads[-1])
+        elif shards:
+            places = _in_parts(places, heads, head_dim, shards, (0, 2, 1))
         if len(names) == 1:
             total = sum(heads) * head_dim
             if between is not None:
@@ -738,16 +743,20 @@ class Builder(LayerBuilder):
         bias: bool = True,
         offset: float = 0.0,
         scale: float = 1.0,
+        rope: RopeSpec | None = None,
     ) -> LayerNorm:
         """Return a LayerNorm.
 
         Args:
             offset, scale: the gain is scale * (offset + stored gain); a scale only without a bias.
+            rope: rotation of the normalised heads; see `heads` of the builder.
         """
-        weight = self._gain(self._name(f"{name}.weight"), dim, scale, offset)
+        places = _places(rope, 1, dim)
+        weight = self._gain(self._name(f"{name}.weight"), dim, scale, offset, places)
         shift = self._empty(f"{name}.bias", dim)
         if bias:
-            self._declare(self._name(f"{name}.bias"), shift, "bias")
+            moved = None if places is None else partial(_fill_moved, shift, places)
+            self._declare(self._name(f"{name}.bias"), shift, "bias", moved)
         elif not self.storage.names:
             shift.zero_()
         return LayerNorm(self.ops, weight, shift, eps)
@@ -1229,14 +1238,24 @@ def _with_gates(places: Tensor | None, heads: int, kv_heads: int, head_dim: int)
     return torch.cat((torch.stack((queries, gates), 1).flatten(), places[count:] + count))
 
 
-def _by_head(places: Tensor | None, heads: tuple[int, ...], head_dim: int) -> Tensor:
-    """Return the destinations of rows stored head by head, given the destinations `places` of rows
-    stored as q, k, v."""
+def _in_parts(
+    places: Tensor | None,
+    heads: tuple[int, ...],
+    head_dim: int,
+    count: int,
+    order: tuple[int, ...] = (0, 1, 2),
+) -> Tensor:
+    """Return the destinations of rows stored in equal parts of the heads, given the destinations
+    `places` of rows stored as q, k, v.
+
+    Args:
+        order: of q, k and v in each part.
+    """
     rows = torch.arange(sum(heads) * head_dim)
     if places is not None:
         rows[: len(places)] = places
     parts = rows.split_with_sizes([count * head_dim for count in heads])
-    return torch.cat([part.view(heads[-1], -1) for part in parts], 1).flatten()
+    return torch.cat([parts[i].view(count, -1) for i in order], 1).flatten()
 
 
 def _fill_moved(target: Tensor, places: Tensor, first: int, values: Tensor) -> None:

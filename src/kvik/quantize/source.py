@@ -144,6 +144,9 @@ def _values(spec: ModelSpec, layer: int) -> tuple[str, Tensor, Tensor] | None:
     elif linear.by_head:
         group_heads = heads // kv_heads + 2
         begins = (torch.arange(kv_heads) * group_heads + group_heads - 1) * size
+    elif linear.shards:  # of queries, values and keys of as many heads
+        head, each = torch.arange(kv_heads), kv_heads // linear.shards
+        begins = (head // each * 3 * each + each + head % each) * size
     else:
         first = heads + kv_heads if len(linear.names) == 1 else 0  # q, k and v are one layer
         begins = (torch.arange(kv_heads) + first) * size
@@ -205,7 +208,7 @@ def unclipped_rows(spec: ModelSpec, layer: int) -> Mapping[str, int]:
             rows = 2 * state.key_heads * state.key_dim
             contiguous = len(names) > 1 or not rows  # else they are stored head by head
             counts[names[0]] = rows if contiguous else linear.outputs[0]
-        elif linear.by_head:
+        elif linear.by_head or linear.shards:
             counts[names[0]] = linear.outputs[0]
         elif len(names) == 1:
             heads = spec.query_heads(facts) + (kv_heads if facts.kv_from is None else 0)

@@ -457,6 +457,9 @@ class DeclaredLinear:
     bias: bool
     tied: bool = False  # its weight is the embedding's, and the names are not in the checkpoint
     by_head: bool = False  # rows are stored KV head by KV head: its queries, its key, its value
+    # Number of equal parts of the heads, if rows are stored part by part: its queries, its values,
+    # its keys; 0: they are not.
+    shards: int = 0
     router: Router | None = None  # the router that chooses it, if it is an expert's
     # Rows of gate and up are interleaved, and the activation is not linear in up. Floats are
     # transposed.
@@ -638,6 +641,7 @@ class LayerBuilder:
         bias: bool,
         rope: RopeSpec | None = None,
         by_head: bool = False,
+        shards: int = 0,
         gated: bool = False,
         full_rows: bool = False,
     ) -> HeadsLayer:
@@ -647,7 +651,9 @@ class LayerBuilder:
         if len(names) == 1:
             widths = (sum(widths),)
         full = tuple(map(self._name, names))
-        linear = DeclaredLinear(self._layer, "qkv", full, inputs, widths, bias, by_head=by_head)
+        linear = DeclaredLinear(
+            self._layer, "qkv", full, inputs, widths, bias, by_head=by_head, shards=shards
+        )
         self._listed.linears.append(linear)
         return _LISTED
 
@@ -798,6 +804,7 @@ class LayerBuilder:
         bias: bool = True,
         offset: float = 0.0,
         scale: float = 1.0,
+        rope: RopeSpec | None = None,
     ) -> Norm:
         norm = DeclaredNorm(self._layer, self._name(name), dim, bias, before, offset)
         self._listed.norms.append(norm)
