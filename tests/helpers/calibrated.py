@@ -97,6 +97,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_shared_experts": 1,
         "first_k_dense_replace": 1,
     },
+    "Mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 16},
     "GPTBigCode": {},
     "CodeGen": {"n_embd": 128, "n_head": 8, "rotary_dim": 8},
     "Persimmon": {"num_key_value_heads": 4},

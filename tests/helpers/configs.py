@@ -329,6 +329,16 @@ PUBLIC: dict[str, dict[str, Any]] = {
         vocab=150272, hidden=3328, inner=26624, layers=32, heads=26, kv_heads=26, positions=8192,
         hidden_act="relu2",
     ),
+    "Mamba-Codestral-7B": {
+        "architectures": ["Mamba2ForCausalLM"],
+        "vocab_size": 32768,
+        "hidden_size": 4096,
+        "num_hidden_layers": 64,
+        "num_heads": 128,
+        "head_dim": 64,
+        "state_size": 128,
+        "n_groups": 8,
+    },
     "Persimmon-8B": config(
         "PersimmonForCausalLM",
         vocab=262144, hidden=4096, inner=16384, layers=36, heads=64, kv_heads=64, positions=16384,

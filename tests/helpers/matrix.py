@@ -263,6 +263,12 @@ BESIDE = model_config(  # attention and Mamba-2 in each layer
     ssm_multipliers=[0.4, 0.3, 0.7, 0.5, 1.4], torch_dtype="float32",
 )  # fmt: skip
 
+PURE = {  # Mamba-2 in every layer
+    **{"architectures": ["Mamba2ForCausalLM"], "vocab_size": 96, "hidden_size": 32},
+    **{"num_hidden_layers": 3, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2},
+    **{"max_position_embeddings": 256, "torch_dtype": "float32"},
+}
+
 MODELS = (
     "bundled",
     "windowed",
@@ -292,6 +298,7 @@ def make_model(name: str, folder: Path) -> dict[str, object]:
         return {"model": BUNDLED}
     configs = {"latent": LATENT, "capped": CAPPED, "chunked": CHUNKED, "states": STATES}
     configs |= {"spaces": SPACES, "beside": BESIDE, "rows": ROWS, "indexed": INDEXED}
+    configs["pure"] = PURE
     config = configs.get(name, WINDOWED)
     (folder / "config.json").write_text(json.dumps(config))
     return {"model": str(folder), "load_format": "random", "seed": 3}

@@ -1083,6 +1083,19 @@ CASES = {
         activation_function="gelu",
         tie_word_embeddings=False,
     ),
+    "mamba2": case("Mamba2", num_heads=8, head_dim=8, n_groups=2, state_size=12),
+    "mamba2-tied": case(
+        "Mamba2",
+        num_heads=6,
+        head_dim=16,
+        expand=3,
+        n_groups=1,
+        state_size=16,
+        conv_kernel=3,
+        use_conv_bias=False,
+        layer_norm_epsilon=0.1,
+        tie_word_embeddings=True,
+    ),
     "codegen": case("CodeGen", rotary_dim=4),
     "codegen-head-dim-16": case(
         "CodeGen", n_embd=128, n_head=8, rotary_dim=8, n_inner=40, layer_norm_epsilon=0.1

@@ -135,6 +135,7 @@ HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, object]] = {
     "Qwen2": HEADS,
     "GPT2": {"n_embd": 64},
+    "Mamba2": CALIBRATED["Mamba2"],
     "GPTBigCode": {"n_embd": 64},
     "CodeGen": {"n_embd": 64, "rotary_dim": 8},
     "Persimmon": {"hidden_size": 64, "num_key_value_heads": 4},
@@ -211,6 +212,7 @@ def test_models_of_each_kind(number, family, tmp_path, monkeypatch) -> None:
         "Qwen3_5",
         "OlmoHybrid",
         "KimiLinear",
+        "Mamba2",
         "FalconH1",
         "Lfm2",
         "GraniteMoeHybrid",

@@ -60,6 +60,7 @@ PLAIN = next(column for column in EVERY if column.name == "prefix hits, chunks")
         pytest.param("spaces", marks=pytest.mark.nightly),
         "beside",
         pytest.param("rows", marks=pytest.mark.full),
+        pytest.param("pure", marks=pytest.mark.full),
     ],
 )
 def model(request, tmp_path_factory) -> dict[str, object]:

@@ -99,6 +99,7 @@ def test_outputs_do_not_change(tmp_path: Path, family: str, index: int) -> None:
     others = {
         "GPT2": (3,),
         "Starcoder2": (3,),
+        "Mamba2": (2,),
         "GPTBigCode": (3,),
         "CodeGen": (1,),
         "Persimmon": (3,),

@@ -137,6 +137,15 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
         of("FalconH1", **BESIDE, attention_bias=True, attention_in_multiplier=2.0),
         "attention_in_multiplier",
     ),
+    *(
+        ({**PUBLIC["Mamba-Codestral-7B"], **changes}, key)
+        for changes, key in (
+            ({"use_bias": True}, "use_bias"),
+            ({"n_groups": 3}, "n_groups"),
+            ({"num_heads": 64}, "head_dim"),
+            ({"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
+        )
+    ),
     (of("Persimmon", qk_layernorm=1), "qk_layernorm"),
     ({**PUBLIC["StarCoder-15B"], "multi_query": 1}, "multi_query"),
     ({**PUBLIC["StarCoder-15B"], "scale_attn_weights": False}, "scale_attn_weights"),

@@ -71,7 +71,8 @@ def _as_text(folder: str, spec: ModelSpec, resolved: ResolvedConfig | None, refu
         ("architecture", spec.architecture),
         (
             "layers",
-            f"{spec.num_layers} of width {spec.hidden_size}, inner {spec.intermediate_size}",
+            f"{spec.num_layers} of width {spec.hidden_size}"
+            + (f", inner {spec.intermediate_size}" if spec.intermediate_size else ""),
         ),
         *(
             ("", f"{count} {_kind(spec, layer)}")
@@ -157,6 +158,8 @@ def _as_json(
 
 def _heads(spec: ModelSpec) -> str:
     latent = spec.latent
+    if not any(layer.attends for layer in spec.layers):
+        return "none with attention"
     if latent is None:
         return f"{spec.num_heads} query, {spec.num_kv_heads} key/value, of {spec.head_dim}"
     kind = "with" if spec.ropes else "without"

@@ -38,6 +38,7 @@ from kvik.models import (
     opt,
     persimmon,
     phi,
+    pure_mamba2,
     qwen3,
     qwen3_5,
     qwen_vl,
@@ -50,7 +51,7 @@ FILES = (
     *(llama, qwen3, stablelm, phi, glm4, qwen3_5, mixtral, olmo2, granite, gpt_oss, llama4),
     *(deepseek, lfm2, ernie4_5, nemotron, nemotron_h, qwen_vl, gpt_neox, gemma, gemma4, cohere),
     *(afmoe, apertus, bamba, hunyuan, minicpm, starcoder2, falcon, opt, gpt2, bert, modernbert),
-    *(olmo_hybrid, falcon_h1, kimi_linear, laguna, kolibri1, persimmon),
+    *(olmo_hybrid, falcon_h1, kimi_linear, laguna, kolibri1, persimmon, pure_mamba2),
 )
 ARCHITECTURES: Mapping[str, Architecture] = {
     row.name: row for file in FILES for row in vars(file).values() if isinstance(row, Architecture)

@@ -18,6 +18,7 @@ from kvik.spec.stored_weights import StoredQuantization, StoredScheme
 from kvik.spec.visible_keys import Window
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+COUNTED_WIDTH = 16  # of a head in a cache that only counts tokens; the least of all kernels
 SHORT_DTYPES: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -132,7 +133,7 @@ class ModelFacts:
     @cached_property
     def last_attending(self) -> int:
         """The last layer with attention."""
-        return max(i for i, layer in enumerate(self.layers) if layer.attends)
+        return max((i for i, layer in enumerate(self.layers) if layer.attends), default=0)
 
     @property
     def predictor_scope(self) -> str:
@@ -201,9 +202,9 @@ class ModelFacts:
 
     @cached_property
     def head_dims(self) -> tuple[int, ...]:
-        """The distinct head dimensions of layers with attention."""
+        """The distinct head dimensions of layers with attention; without any, of the cache."""
         attending = (self.heads(layer)[1] for layer in self.layers if layer.attends)
-        return tuple(dict.fromkeys(attending))
+        return tuple(dict.fromkeys(attending)) or (COUNTED_WIDTH,)
 
     @cached_property
     def query_width(self) -> int:
@@ -252,9 +253,13 @@ class ModelFacts:
 
     def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec | None]:
         """Return what each layer stores per token, at `dtype_bytes` for each number; None: it has
-        no attention, or reads another layer's keys and values."""
+        no attention, or reads another layer's keys and values. If no layer has attention, the first
+        one reserves the smallest vectors, so that blocks count tokens."""
         if self.fallback is not None:  # the first layer counts for all
             return [_counted(self.fallback, dtype_bytes), *[None] * (self.num_layers - 1)]
+        if not any(layer.attends for layer in self.layers):
+            counted = KVCacheSpec(1, COUNTED_WIDTH, 2 * COUNTED_WIDTH * dtype_bytes)
+            return [counted, *[None] * (self.num_layers - 1)]
         readers = Counter(layer.kv_from for layer in self.layers)
         if self.encoder:  # all layers use one cache: no layer reads what another has stored
             first = self._kv_spec(self.layers[0], dtype_bytes, self.num_layers)
