@@ -458,6 +458,7 @@ def _routed(experts: int, groups: int = 1) -> Entries:
     return _entries(what, route, _fp32(9, experts), router, *vectors)
 
 
+BY_LOGITS = Router(384, 6, "logit", corrected=True)
 EXPERTS = (
     _experts("bfloat16", 8, Loop(copies=9)),
     _experts("bfloat16", 128, Loop(copies=8, products=4, waits=1)),
@@ -469,6 +470,7 @@ EXPERTS = (
     _experts("fp8 group 0 static", 8, count=1024),
     _experts("bfloat16", 8, weigh_inputs=True),
     *(_routed(*shape) for shape in ((128,), (256, 8), (1024,))),
+    _entries("6 of 384 experts by logits", route, _fp32(9, 384), BY_LOGITS, _fp32(384), None),
     *(_adapted(*shape) for shape in ((48, 4096, 6144), (16, 14336, 4096), (128, 4096, 28672))),
 )
 
@@ -611,6 +613,7 @@ _MOST_KEYS = (  # of a head of a state space, for which there are no chunks
 
 STATES = (
     _entries("SiLU, bf16", states.gated, _X, _X, "silu"),
+    _entries("softplus, bf16", states.gated, _X, _X, "softplus"),
     *(
         _entries(what, states.causal_conv, _X, _TAPS, None, _CHANNELS, of, True)
         for what, of in (("bf16", _SEQUENCES), ("bf16, drafts", _DRAFTED))
