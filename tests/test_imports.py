@@ -23,14 +23,14 @@ import kvik.llm, kvik.launch, kvik.worker.worker
 BUDGETS = {
     "import kvik": (set[str](), 3),
     "import kvik.cli.main as m; m._help(m.VERBS)": (set[str](), 12),
-    "from kvik.cli.main import main; main(['info'])": ({"tokenizers"}, 126),
+    "from kvik.cli.main import main; main(['info'])": ({"tokenizers"}, 134),
     "from kvik.cli.main import main; main(['plan', 'llama-3-70b', '--hardware', 'h200'])": (
         {"msgspec", "typing_extensions"},
-        129,
+        137,
     ),
     "import kvik.cli.generate as v; v.build_parser()": ({"tokenizers"}, 89),
-    "import kvik.llm": ({"tokenizers"}, 124),
-    "import kvik.engine_process": ({"tokenizers", "msgspec", "typing_extensions"}, 130),
+    "import kvik.llm": ({"tokenizers"}, 133),
+    "import kvik.engine_process": ({"tokenizers", "msgspec", "typing_extensions"}, 140),
     "import kvik.cli.serve as v; v.build_parser()": (
         {
             *("tokenizers", "msgspec", "typing_extensions", "prometheus_client", "starlette"),
@@ -38,11 +38,11 @@ BUDGETS = {
             *("uvloop", "cython_runtime"),
             "watchfiles",  # imported by uvicorn if installed, as with Ray
         },
-        199,
+        207,
     ),
     "from kvik import LLM\nwith LLM() as llm: llm.generate('Once')": (
         {"tokenizers", "numpy", "torch", "torchgen", "tqdm", "typing_extensions"},
-        235,
+        243,
     ),
 }
 SHOW = """

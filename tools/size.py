@@ -12,7 +12,7 @@ import statistics
 from pathlib import Path
 
 SOURCES = Path(__file__).parents[1] / "src"
-# Lines of Python with comments and docstrings, of 2026-11-29. "": files outside folders.
+# Lines of Python with comments and docstrings, of 2026-11-30. "": files outside folders.
 BUDGETS = {
     "attention": 2000,
     "cli": 5190,
@@ -21,18 +21,18 @@ BUDGETS = {
     "engine": 5420,
     "evaluate": 800,
     "gguf": 2670,
-    "kernels": 10930,
+    "kernels": 10940,
     "kvik_bench": 9750,
     "lang": 710,
-    "models": 7110,
-    "nn": 6900,
+    "models": 7510,
+    "nn": 6920,
     "planner": 5880,
     "quantize": 3330,
     "server": 11980,
-    "spec": 4980,
+    "spec": 5010,
     "text": 4020,
     "training": 700,
-    "worker": 13310,
+    "worker": 13320,
     "": 4900,
 }
 
