@@ -239,32 +239,6 @@ PUBLIC: dict[str, dict[str, Any]] = {
         vocab=100352, hidden=3840, inner=11008, layers=32, heads=30, kv_heads=30, positions=65536,
         rope_parameters={"rope_type": "default", "rope_theta": None},
     ),
-    "Kimi-Linear-48B-A3B": config(
-        "KimiLinearForCausalLM",
-        vocab=163840, hidden=2304, inner=9216, layers=27, heads=32, kv_heads=32, head_dim=72,
-        model_max_length=1048576, mla_use_nope=True, rope_theta=10000.0, rope_scaling=None,
-        kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64,
-        v_head_dim=128, first_k_dense_replace=1, moe_layer_freq=1, moe_intermediate_size=1024,
-        num_experts=256, num_experts_per_token=8, num_shared_experts=1, num_expert_group=1,
-        topk_group=1, moe_renormalize=True, moe_router_activation_func="sigmoid",
-        routed_scaling_factor=2.446,
-        linear_attn_config={
-            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
-            "kda_layers": [i for i in range(1, 27) if i % 4],
-            "head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4,
-        },
-    ),
-    "DeepSeek-V3.2": config(
-        "DeepseekV32ForCausalLM",
-        vocab=129280, hidden=7168, inner=18432, layers=61, heads=128, kv_heads=128,
-        positions=163840, first_k_dense_replace=3, q_lora_rank=1536, index_n_heads=64,
-        index_head_dim=128, index_topk=2048,
-    ),
-    "GLM-5": config(
-        "GlmMoeDsaForCausalLM",
-        vocab=154880, hidden=6144, inner=12288, layers=78, heads=64, kv_heads=64, positions=202752,
-        q_lora_rank=2048, index_n_heads=32,
-    ),
     "Laguna-XS.2": config(
         "LagunaForCausalLM",
         vocab=100352, hidden=2048, inner=8192, layers=40, heads=48, kv_heads=8, head_dim=128,

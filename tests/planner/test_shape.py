@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from helpers.configs import PUBLIC
+from helpers.public_configs import config
 from helpers.public_configs import public_shape as shape
 
 from kvik.planner.families import shape_from_config
@@ -160,14 +160,14 @@ def test_attention_of_a_decoding_row() -> None:
 
 
 def test_an_indexer_reads_its_keys_and_what_it_chooses() -> None:
-    v32 = shape_from_config(PUBLIC["DeepSeek-V3.2"], "v3.2")  # 2,048 keys by 64 heads of 128
+    v32 = shape("deepseek-v3.2")  # 2,048 keys by 64 heads of 128
     assert v32.kv_bytes_per_token("bf16") == 61 * 2 * (576 + 128)
     assert v32.kv_bytes_per_token("int8") == 61 * (576 + 2 + 2 * 128)
     assert v32.kv_read_bytes(2000, "bf16") == 2000 * v32.kv_bytes_per_token("bf16")
     assert v32.kv_read_bytes(30_000, "bf16") == 61 * 2 * (2048 * 576 + 30_000 * 128)
     attended = 128 * (576 + 512) * 2048
     assert v32.attention_flops(1, 30_000) == 61 * 2 * (attended + 64 * 128 * 30_000)
-    glm = shape_from_config({**PUBLIC["GLM-5"], "index_topk_freq": 4}, "glm")
+    glm = shape_from_config({**config("glm-5"), "index_topk_freq": 4}, "glm")
     shared = glm.num_layers - 21  # by an earlier layer's indexer
     assert glm.kv_bytes_per_token("bf16") == 78 * 2 * 576 + (78 - shared) * 2 * 128
 

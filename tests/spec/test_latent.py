@@ -24,25 +24,26 @@ def latent(**changes: Any) -> dict[str, Any]:
     return small(**{"architectures": ["DeepseekV3ForCausalLM"], **sizes, **changes})
 
 
-# Parameters from their model cards; bytes per token in bf16, int8 and fp8.
+# Parameters from their model cards (V3.2's by transformers), layers, and numbers of an index key.
 PUBLIC = {
-    "deepseek-v3": (671_026_419_200, 61, 1536),
-    "deepseek-v2-lite": (15_706_484_224, 27, None),
+    "deepseek-v3": (671_026_419_200, 61, 1536, 0),
+    "deepseek-v3.2": (671_877_944_064, 61, 1536, 128),
+    "deepseek-v2-lite": (15_706_484_224, 27, None, 0),
 }
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_models(name: str) -> None:
-    parameters, layers, q_rank = PUBLIC[name]
+    parameters, layers, q_rank, index = PUBLIC[name]
     spec = public(name)
     assert spec.latent == LatentSpec(512, 64, 128, 128, q_rank)
     assert (spec.num_kv_heads, spec.head_dim, spec.rotations[0][1]) == (1, 576, 64)
     assert spec.num_parameters == parameters
     specs = spec.kv_specs(2)
-    assert spec.kv_bytes_per_token(2) == 1152 * layers  # 70,272 for DeepSeek-V3
+    assert spec.kv_bytes_per_token(2) == (1152 + 2 * index) * layers  # 70,272 for DeepSeek-V3
     for format in ("int8", "fp8"):  # a scale per vector
         (group,) = group_layers(stored_as(specs, format))
-        assert group.bytes_per_token == 578 * layers
+        assert group.bytes_per_token == (578 + 2 * index) * layers
 
 
 def test_latent_sizes_are_read() -> None:
