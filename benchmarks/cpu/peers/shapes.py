@@ -89,6 +89,13 @@ QWEN3_6 = {
     "linear_num_value_heads": 32,
     "tie_word_embeddings": False,
 }
+KIMI = public_configs()["kimi-linear-48b-a3b"]
+KIMI_8 = {  # 13.9 of its 49 billion parameters
+    **KIMI,
+    "num_hidden_layers": 8,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
+    "model_max_length": 32768,
+}
 PUBLIC = (
     *("qwen2.5-0.5b", "llama-3.2-1b", "olmoe-1b-7b", "qwen3-30b-a3b", "deepseek-v2-lite"),
     "granite-4.0-h-1b",
@@ -98,6 +105,7 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
     "stories-15m": STORIES,
     "qwen3.5-0.8b": QWEN3_5,
     "qwen3.6-35b-a3b": QWEN3_6,
+    "kimi-linear-8-layers": KIMI_8,
 }
 
 
