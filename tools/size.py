@@ -24,7 +24,7 @@ BUDGETS = {
     "kernels": 10940,
     "kvik_bench": 9750,
     "lang": 710,
-    "models": 7510,
+    "models": 7610,
     "nn": 6920,
     "planner": 5880,
     "quantize": 3330,

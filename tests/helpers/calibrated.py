@@ -159,6 +159,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"v_head_dim": 10, "n_routed_experts": 6, "num_experts_per_tok": 6, "head_dim": 8},
         "index_topk": 4096,
     },
+    "AXK2": {
+        **{**LATENT, **INDEXED, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_rope_head_dim": 8},
+        **{"v_head_dim": 10, "n_routed_experts": 6, "num_experts_per_tok": 6, "head_dim": 8},
+        **{"index_topk": 4096, "gated_norm_rank": 4},
+    },
     "KimiLinear": {
         **KIMI,
         **{"kv_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 10, "linear_head_dim": 16},
@@ -193,6 +198,7 @@ LEFT: dict[str, set[str]] = {
     "Kolibri1": {"gate"},
     "Qwen3_5": {"in_proj_a", "in_proj_b"},
     "OlmoHybrid": {"a_proj", "b_proj"},
+    "AXK2": {"gate", "kv_b_proj", "weights_proj", "W_down", "W_up"},
     "GlmMoeDsa": {"gate", "kv_b_proj", "weights_proj"},
     "KimiLinear": {
         *("gate", "kv_b_proj", "b_proj"),

@@ -287,6 +287,10 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "MiniCPM3ForCausalLM",
         vocab=73448, hidden=2560, inner=6400, layers=62, heads=40, kv_heads=40, positions=32768,
     ),
+    "A.X-K2-Light": config(
+        "AXK2ForCausalLM",
+        vocab=163840, hidden=2048, inner=5120, layers=48, heads=32, kv_heads=32, positions=131072,
+    ),
     "A.X-K1": config(
         "AXK1ForCausalLM",
         vocab=163840, hidden=7168, inner=18432, layers=61, heads=64, kv_heads=64, positions=131072,

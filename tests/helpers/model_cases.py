@@ -505,6 +505,7 @@ CASES = {
         tie_word_embeddings=True,
         rms_norm_eps=0.1,
     ),
+    "a.x-k2": case("AXK2", INDEXED, gated_norm_rank=4),
     "falcon-h1": case("FalconH1", BESIDE, H1_FACTORS),
     "falcon-h1-norm": case(
         "FalconH1",

@@ -65,6 +65,7 @@ from kvik.spec.visible_keys import Window
         ("HyperCLOVAX-Think-14B", 14_748_112_896),
         ("MiniCPM3-4B", 4_073_875_968),
         ("A.X-K1", 518_983_063_808),
+        ("A.X-K2-Light", 20_314_500_992),
         ("Hunyuan-A13B", 80_393_183_232),
         ("Jais-2-8B", 8_090_401_280),
         ("Qwen3-Next-80B-A3B", 79_674_391_296),

@@ -159,6 +159,7 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
     (of("DeepseekV32", index_topk=0), "index_topk"),
     (of("DeepseekV32", layer_types=["full_attention"] * 4), "layer_types"),
     (of("DeepseekV32", compress_ratios=[4]), "compress_ratios"),
+    (of("AXK2", gated_norm_rank=0), "gated_norm_rank"),
     *(
         (of("GlmMoeDsa", **{key: value}), key)
         for key, value in (

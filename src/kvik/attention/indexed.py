@@ -55,7 +55,8 @@ def choose_keys(of: Indexed, cache: Tensor, layout: StepLayout) -> list[Tensor]:
     choice: list[Tensor] = []
     start = 0
     for seq, length in enumerate(layout.num_scheduled):
-        keys = cache.flatten(0, 2).index_select(0, layout.slots(seq)).float()  # [keys, dim]
+        blocks = layout.block_table[seq, : -(-layout.contexts[seq] // layout.block_size)]
+        keys = cache.index_select(0, blocks).flatten(0, 2)[: layout.contexts[seq]].float()
         first, is_tree = layout.first_key(seq), bool(layout.nodes(start, length))
         for seen in places_seen(layout, seq, start):
             token = len(choice)

@@ -9,7 +9,15 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from kvik.errors import shown
-from kvik.models.decoder import Layer, NormedLayer, PreNormLayer, text_decoder, without_predictors
+from kvik.models.decoder import (
+    Layer,
+    NormedLayer,
+    PreNormLayer,
+    feed_forward,
+    layer_norms,
+    text_decoder,
+    without_predictors,
+)
 from kvik.spec.declare import (
     SEPARATE,
     Architecture,
@@ -40,12 +48,15 @@ UPS, SEPARATE_UPS = "kv_b_proj", ("k_b_proj", "v_b_proj")
 
 
 @cache
-def queries_order(latent: LatentSpec, heads: int, turned: tuple[int, ...]) -> tuple[int, ...]:
+def queries_order(
+    latent: LatentSpec, heads: int, turned: tuple[int, ...], gates: int = 0
+) -> tuple[int, ...]:
     """Return the output of a checkpoint's queries at each place: the parts of all heads without
-    positions, then the rotated parts of all heads, in the order `turned`."""
-    begins = [head * latent.query for head in range(heads)]
+    positions, then the rotated parts of all heads, in the order `turned`, then their gates."""
+    begins = [head * (latent.query + gates) for head in range(heads)]
     first = [begin + i for begin in begins for i in range(latent.nope)]
-    return (*first, *(begin + latent.nope + i for begin in begins for i in turned))
+    last = [begin + latent.query + i for begin in begins for i in range(gates)]
+    return (*first, *(begin + latent.nope + i for begin in begins for i in turned), *last)
 
 
 class Indexer:
@@ -68,27 +79,37 @@ class Indexer:
 
 class DeepseekAttention:
     """Multi-head latent attention (DeepSeek-V2, section 2.1): the cache holds only a latent vector
-    per token."""
+    per token.
 
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+    Args:
+        gated: the results of heads are gated. The matrix of queries makes the gates, too, and reads
+            what it is computed from both before and after its norm.
+    """
+
+    def __init__(
+        self, spec: ModelFacts, builder: LayerBuilder, layer: int, gated: bool = False
+    ) -> None:
         builder = builder.at("self_attn")
         latent, rope = spec.layers[layer].latent, spec.layers[layer].rope
         assert latent is not None
         hidden, heads = spec.hidden_size, spec.num_heads
         self.heads, self.latent = heads, latent
         turned = (rope and rope.rows(latent.rope)) or tuple(range(latent.rope))
-        order = queries_order(latent, heads, turned)
-        queries, bias = heads * latent.query, spec.qkv_bias
+        parts = (latent.nope, latent.rope, *((latent.value,) if gated else ()))
+        order = queries_order(latent, heads, turned, latent.value if gated else 0)
+        queries, bias = heads * sum(parts), spec.qkv_bias
+        self.parts = [heads * part for part in parts]
         self.down = None
         if latent.q_rank is None:
             up = partial(builder.linear, "q_proj", hidden)
         else:
             self.down = builder.linear("q_a_proj", hidden, latent.q_rank, bias=bias, role="q_down")
             self.q_norm = builder.rms_norm(
-                "q_a_layernorm", latent.q_rank, LATENT_EPS, before="q_up"
+                "q_a_layernorm", latent.q_rank, LATENT_EPS, before="" if gated else "q_up"
             )
-            up = partial(builder.linear, "q_b_proj", latent.q_rank)
-        parts = (latent.nope, latent.rope)
+            up = partial(builder.linear, "q_b_proj", latent.q_rank * (2 if gated else 1))
+        self.join = builder.joined() if gated else None
+        self.gated = builder.gated("sigmoid")
         self.q = up(queries, bias=False, role="q_up", order=order, parts=parts)
         self.kv = builder.linear(
             "kv_a_proj_with_mqa",
@@ -118,9 +139,11 @@ class DeepseekAttention:
     ) -> Tensor:
         """x, residual [tokens, hidden], rotation [tokens, rope] or None -> [tokens, hidden]."""
         latent, heads = self.latent, self.heads
-        narrow = x if self.down is None else self.q_norm(self.down(x, ctx))
-        q = self.q(narrow if self.scale is None else self.scale(narrow, ctx), ctx)
-        nope, q_rope = q.split_with_sizes((heads * latent.nope, heads * latent.rope), 1)
+        low = x if self.down is None else self.down(x, ctx)
+        narrow = x if self.down is None else self.q_norm(low)
+        inputs = narrow if self.scale is None else self.scale(narrow, ctx)
+        inputs = inputs if self.join is None else self.join(inputs, low)
+        nope, q_rope, *gates = self.q(inputs, ctx).split_with_sizes(self.parts, 1)
         vector, k_rope = self.kv(x, ctx).split_with_sizes((latent.rank, latent.rope), 1)
         attended = self.attend(
             nope.unflatten(1, (heads, latent.nope)),
@@ -131,6 +154,8 @@ class DeepseekAttention:
             rotation,
             None if self.indexer is None else self.indexer(x, narrow, ctx),
         )
+        for gate in gates:
+            attended = self.gated(attended, gate)
         return self.o(attended, ctx, residual)
 
 
@@ -315,6 +340,84 @@ GLM5 = replace(
         "q_lora_rank": 2048,
         "v_head_dim": 256,
         "qk_nope_head_dim": 192,
+    },
+)
+
+
+class SelfGated:
+    """A norm over the residual stream, whose result is multiplied by a sigmoid of two small
+    matrices of it."""
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, rank: int) -> None:
+        linear, hidden = partial(builder.linear, bias=False), spec.hidden_size
+        self.norm = layer_norms(spec, builder)("norm")
+        self.down = linear("W_down", hidden, rank, role="gates")
+        self.up = linear("W_up", rank, hidden, role="wide_gates")
+        self.gated = builder.gated("sigmoid")
+
+    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """x [tokens, hidden] -> [tokens, hidden]."""
+        normed = self.norm(x)
+        low = self.down(normed, ctx)
+        return self.gated(normed, self.up(self.gated(low, low), ctx))  # SiLU: x sigmoid(x)
+
+
+class SelfGatedLayer:
+    """A layer as `PreNormLayer`, with gated norms before attention and before experts."""
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+        facts, second = spec.layers[layer], "post_attention_layernorm"
+        self.first = SelfGated(spec, builder.at("input_layernorm"), facts.norm_rank)
+        self.second: SelfGated | None = None
+        if facts.experts is not None:
+            self.second = SelfGated(spec, builder.at(second), facts.norm_rank)
+        else:
+            self.plain = layer_norms(spec, builder)(second, before="gate_up")
+        self.attention = DeepseekAttention(spec, builder, layer, gated=True)
+        self.mlp = feed_forward(spec, builder, layer)
+
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
+        """Take the residual stream x [tokens, hidden] one layer further."""
+        x = self.attention(self.first(x, ctx), x, rotation, ctx)
+        fed = self.plain(x) if self.second is None else self.second(x, ctx)
+        return self.mlp(fed, ctx, x)
+
+
+def axk2_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    rank = fields.integer("gated_norm_rank", 1, MAX_WIDTH, 16)
+    read = indexed_layers(fields, layers, positions, heads=16)
+    return tuple(replace(layer, norm_rank=rank) for layer in read)
+
+
+# A.X K2 (SK Telecom 2026).
+AXK2 = replace(
+    DEEPSEEK32,
+    name="AXK2ForCausalLM",
+    model_type="axk2",
+    models="A.X K2",
+    make=partial(without_predictors, make_layer=SelfGatedLayer),
+    layers=axk2_layers,
+    experts=partial(
+        read_experts, router=corrected_router, shared="n_shared_experts", first_dense=1
+    ),
+    eos_token_ids=(163_691,),
+    defaults={
+        "vocab_size": 163_840,
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 131_072,
+        "n_shared_experts": 1,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "routed_scaling_factor": 2.5,
+        "kv_lora_rank": 128,
+        "q_lora_rank": 384,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 64,
     },
 )
 # GLM-4.7-Flash (Z.ai 2026), whose files are read like DeepSeek-V3's.
