@@ -43,7 +43,12 @@ from kvik.spec.kv import KVCacheSpec, group_layers
 from kvik.text.tokenizer import Tokenizer
 from kvik.worker import model_runner
 from kvik.worker.drafters.base import Drafter
-from kvik.worker.drafters.draft_model import DraftModel, DraftNetwork, Vocabulary
+from kvik.worker.drafters.draft_model import (
+    DraftModel,
+    DraftNetwork,
+    DraftSampling,
+    Vocabulary,
+)
 from kvik.worker.drafters.ngram import NgramDrafter
 from kvik.worker.graphs import StepOutput
 from kvik.worker.input_batch import InputBatch
@@ -157,8 +162,8 @@ def make_drafter(
         tokens,
         length,
     )
-    most = speculation.num_draft_tokens
-    return DraftModel(network, Sampler(TORCH), sampling, pool_size, most, 1 << 30)
+    drawing = DraftSampling(Sampler(TORCH), sampling, 1 << 30)
+    return DraftModel(network, drawing, pool_size, speculation.num_draft_tokens)
 
 
 def make_engine(
@@ -238,7 +243,7 @@ def measure(
         tokens._judge = watch.wrap("check", tokens._judge)
         drafter = speculator.drafter
         if isinstance(drafter, DraftModel):
-            graph, sampler = drafter.network.graph, drafter.sampler
+            graph, sampler = drafter.network.graph, drafter._sampling.sampler
             graph.run = watch.leave_out(graph.run)
             if temperature:
                 sampler.guess = watch.leave_out(sampler.guess)
