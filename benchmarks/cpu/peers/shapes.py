@@ -96,6 +96,13 @@ KIMI_8 = {  # 13.9 of its 49 billion parameters
     "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
     "model_max_length": 32768,
 }
+AXK2_LIGHT = {  # all sizes are the architecture's usual ones
+    "architectures": ["AXK2ForCausalLM"],
+    "model_type": "axk2",
+    "vocab_size": 163840,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
 PUBLIC = (
     *("qwen2.5-0.5b", "llama-3.2-1b", "olmoe-1b-7b", "qwen3-30b-a3b", "deepseek-v2-lite"),
     "granite-4.0-h-1b",
@@ -106,6 +113,7 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
     "qwen3.5-0.8b": QWEN3_5,
     "qwen3.6-35b-a3b": QWEN3_6,
     "kimi-linear-8-layers": KIMI_8,
+    "a.x-k2-light": AXK2_LIGHT,
 }
 
 

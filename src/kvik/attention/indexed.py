@@ -66,7 +66,9 @@ def choose_keys(of: Indexed, cache: Tensor, layout: StepLayout) -> list[Tensor]:
             rows = keys.index_select(0, seen) if is_tree else keys[first : first + len(seen)]
             products = rows @ q[token].t()  # [keys, heads]
             scores = weights[token] @ products.relu_().t()
-            choice.append(seen[scores.topk(spec.top).indices.sort().values])
+            is_chosen = torch.zeros_like(scores, dtype=torch.bool)
+            is_chosen[scores.topk(spec.top, sorted=False).indices] = True
+            choice.append(seen[is_chosen])
         start += length
     return choice
 
