@@ -16,6 +16,7 @@ from kvik.config.speculative import DraftSource
 from kvik.errors import CapacityError, ConfigError
 from kvik.models.gemma4 import ASSISTANT
 from kvik.models.model_spec import ModelSpec
+from kvik.planner.families import public_configs
 from kvik.spec.engine_folder import Built
 
 SIZES = {"max_model_len": 4096, "max_num_seqs": 8, "num_blocks": 1000}
@@ -91,6 +92,17 @@ def test_the_last_stage_has_the_head_that_drafts_and_the_table_that_it_reads(ran
     assert found[1].runner.stage_ends > found[2].runner.stage_ends  # it takes the room of layers
 
 
+def test_layers_that_read_the_same_choice_are_in_one_stage() -> None:
+    """The first and the fifth of nine layers have an indexer."""
+    small = {"num_hidden_layers": 9, "n_routed_experts": 8, "index_topk_pattern": "FSSSFSSSS"}
+    model = ModelSpec.from_config({**public_configs()["glm-5"], **small})
+    options = {"device": "cpu", "kernels": "torch", "threads": 2, **SIZES}
+    divided = planned(model, pipeline_parallel_size=2, **options)
+    assert divided.runner.stage_ends == (4, 9)
+    with pytest.raises(ConfigError, match="^pipeline_parallel_size: cannot be 3"):
+        planned(model, pipeline_parallel_size=3, **{**options, "threads": 3})
+
+
 def test_layers_whose_keys_an_assistant_reads_are_in_the_last_stage() -> None:
     """The last layer with a window is the third of six."""
     model = ModelSpec.from_config(
@@ -133,6 +145,8 @@ BY_FIELD: dict[str, dict[str, Any]] = {  # usual options of what a field divides
         ("tensor_parallel_size", "llama-3.2-1b", {"tensor_parallel_size": 33}),
         ("tensor_parallel_size", "llama-3.2-1b", {"threads": 1}),
         ("tensor_parallel_size", "llama-3.2-1b", {"tensor_parallel_size": 0}),
+        ("tensor_parallel_size", "deepseek-v3.2", {"kernels": "native"}),
+        ("pipeline_parallel_size", "glm-5", {"kernels": "native"}),
         ("pipeline_parallel_size", "llama-3.2-1b", {"attention_backend": "sdpa"}),
         ("pipeline_parallel_size", "llama-3.2-1b", {"pipeline_parallel_size": 17}),
         ("pipeline_parallel_size", "llama-3.2-1b", {"threads": 1}),

@@ -49,7 +49,7 @@ def check_group(
         return
     native = compute.kernels == "native" and compute.attention == "cpu"
     if native and spec.indexed:
-        reason = f"must be 1 with native kernels: torch computes what {spec.architecture} indexes"
+        reason = f"must be 1 with native kernels: torch chooses what {spec.architecture} reads"
         raise ConfigError(option, f"{reason}; kernels=torch can be divided")
     if not native:
         _check_torch(config, spec, compute, hardware)
