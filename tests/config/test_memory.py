@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 from helpers.configs import small_qwen
+from helpers.planned import planned
 from safetensors.torch import save_file
 
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.draft_heads import EAGLE, MEDUSA, HeadsSpec
 from kvik.config.memory import HeadsFootprint
 from kvik.launch import resolve_config
+from kvik.models.model_spec import ModelSpec
+from kvik.planner.families import public_configs
 
 MODEL = small_qwen(
     vocab_size=40_000,
@@ -131,3 +134,17 @@ def test_the_peak_stays_below_the_plan(tmp_path: Path) -> None:
     assert drafts > 32
     planned = resolved(model, options).memory.total
     assert peak <= planned <= 1.5 * peak
+
+
+@pytest.mark.parametrize(("length", "chooses"), [(2048, False), (4096, True)])
+def test_what_an_indexer_takes_is_planned(length: int, chooses: bool) -> None:
+    """In fp32 the keys of 128 numbers and their products with 32 heads; copies of 8 x 2,048 latent
+    vectors of 576."""
+    small = {"num_hidden_layers": 3, "n_routed_experts": 8, "index_topk": 2048}
+    indexed = ModelSpec.from_config({**public_configs()["glm-5"], **small})
+    whole = replace(indexed, layers=tuple(replace(layer, index=None) for layer in indexed.layers))
+    sizes = {"max_model_len": length, "max_num_seqs": 2, "max_num_batched_tokens": 512}
+    options = {"device": "cpu", "kernels": "torch", "threads": 2, "num_blocks": 600, **sizes}
+    more, less = (planned(spec, **options).memory.activations for spec in (indexed, whole))
+    least = length * 4 * (128 + 32) + 8 * 2048 * 576 * (4 + 2)
+    assert (more - less >= least) == chooses and (chooses or more <= less)

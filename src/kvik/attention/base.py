@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -310,8 +310,8 @@ class AttentionBackend:
             part = slice(first, first + COPIED)
             at = [all_of[places] for all_of, places in zip(slots[part], choice[part], strict=True)]
             kv, copied = self._copy_of(attend.kv, at, rank)
-            metadata = self.plan(copied, None)
-            means[part] = self.means(q[part], q_rope[part], kv, metadata, attend.spec)
+            of_copies = replace(attend, kv=kv, metadata=self.plan(copied, None))
+            means[part] = self.means(of_copies, q[part], q_rope[part])
         return attend.up.to_values(self._ops, means)
 
     def _copy_of(self, kv: LayerKV, at: Sequence[Tensor], rank: int) -> tuple[LayerKV, StepLayout]:
@@ -356,15 +356,8 @@ class AttentionBackend:
         k = torch.cat((latent[:, None], k_rope), 2)
         store(self._ops, k, k[..., :0], kv, slot_mapping)
 
-    def means(
-        self,
-        q: Tensor,
-        q_rope: Tensor,
-        kv: LayerKV,
-        metadata: AttentionMetadata,
-        spec: AttentionSpec,
-    ) -> Tensor:
-        """Attend over the latent vectors in a cache.
+    def means(self, attend: AttendLatent, q: Tensor, q_rope: Tensor) -> Tensor:
+        """Attend over the latent vectors in the cache.
 
         Args:
             q: [tokens, heads, rank]. q_rope: [tokens, heads, rope], rotated.
@@ -372,8 +365,8 @@ class AttentionBackend:
         Returns:
             Means of latent vectors, [tokens, heads, rank].
         """
-        q, rank = torch.cat((q, q_rope), 2), q.shape[2]
-        return self.run(Attend(q, None, None, kv, metadata, spec))[..., :rank]
+        whole, rest = torch.cat((q, q_rope), 2), (attend.kv, attend.metadata, attend.spec)
+        return self.run(Attend(whole, None, None, *rest))[..., : q.shape[2]]
 
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
         """Copy the cached keys and values of some tokens to other positions.

@@ -77,8 +77,7 @@ class CpuAttention(AttentionBackend):
         q_rope, k_rope = attend.turned(ops)
         self.store_latents(attend.latent, k_rope, attend.kv, attend.metadata.layout.slot_mapping)
         q = attend.up.into_queries(ops, attend.q)
-        means = self.means(q, q_rope, attend.kv, attend.metadata, attend.spec)
-        return attend.up.to_values(ops, means)
+        return attend.up.to_values(ops, self.means(attend, q, q_rope))
 
     def store_latents(
         self, latent: Tensor, k_rope: Tensor, kv: LayerKV, slot_mapping: Tensor
@@ -96,16 +95,9 @@ class CpuAttention(AttentionBackend):
             kv_dtype=kv.k.dtype,
         )
 
-    def means(
-        self,
-        q: Tensor,
-        q_rope: Tensor,
-        kv: LayerKV,
-        metadata: AttentionMetadata,
-        spec: AttentionSpec,
-    ) -> Tensor:
+    def means(self, attend: AttendLatent, q: Tensor, q_rope: Tensor) -> Tensor:
         out = self.native.empty(*q.shape, dtype=q.dtype)
-        return self._attend(q, q_rope, kv, metadata, spec, out)
+        return self._attend(q, q_rope, attend.kv, attend.metadata, attend.spec, out)
 
     def _attend(
         self,

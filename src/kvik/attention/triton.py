@@ -20,9 +20,7 @@ from kvik.attention.base import (
     AttendLatent,
     AttentionBackend,
     AttentionMetadata,
-    AttentionSpec,
     BackendCaps,
-    LayerKV,
 )
 from kvik.attention.fresh_prompts import FreshPrompt, FreshPrompts
 from kvik.attention.layout import StepLayout
@@ -121,15 +119,14 @@ class TritonAttention(AttentionBackend):
         self.store_latents(attend.latent, k_rope, kv, metadata.layout.slot_mapping)
         if not metadata.fresh:
             q = attend.up.into_queries(self._ops, attend.q)
-            means = self.means(q, q_rope, kv, metadata, attend.spec)
-            return attend.up.to_values(self._ops, means)
+            return attend.up.to_values(self._ops, self.means(attend, q, q_rope))
         tokens, heads, _ = attend.q.shape
         out = q_rope.new_empty(tokens, heads, attend.up.value)
         if rest := _rows_between(metadata.fresh, tokens):
             q = q_rope.new_empty(tokens, heads, attend.up.rank)
             for rows in rest:
                 q[rows] = attend.up.into_queries(self._ops, attend.q[rows])
-            means = self.means(q, q_rope, kv, metadata, attend.spec)
+            means = self.means(attend, q, q_rope)
             for rows in rest:
                 out[rows] = attend.up.to_values(self._ops, means[rows])
         for prompt in metadata.fresh:
@@ -138,19 +135,12 @@ class TritonAttention(AttentionBackend):
             out[prompt.start : prompt.end] = attended
         return out
 
-    def means(
-        self,
-        q: Tensor,
-        q_rope: Tensor,
-        kv: LayerKV,
-        metadata: AttentionMetadata,
-        spec: AttentionSpec,
-    ) -> Tensor:
+    def means(self, attend: AttendLatent, q: Tensor, q_rope: Tensor) -> Tensor:
         """Return the means, which are undefined for fresh prompts."""
-        assert isinstance(metadata, TritonMetadata)
+        assert isinstance(attend.metadata, TritonMetadata)
         means = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for step in metadata.steps:
-            latent_attention(q, q_rope, kv.k, step, spec.scale, means)
+        for step in attend.metadata.steps:
+            latent_attention(q, q_rope, attend.kv.k, step, attend.spec.scale, means)
         return means
 
 

@@ -1,6 +1,7 @@
 """DeepSeek-V2, V2.5, V3 and R1 (DeepSeek-AI 2024, arXiv 2405.04434 and 2412.19437): multi-head
 latent attention, and routed experts after the first layers; GLM-4.7-Flash and Mistral 4, of the
-same form; and DeepSeek-V3.2 (2025, arXiv 2512.02556) and GLM-5, whose queries read some keys."""
+same form; and DeepSeek-V3.2 (2025, arXiv 2512.02556), GLM-5 and A.X K2, whose queries read some
+keys."""
 
 from __future__ import annotations
 
@@ -389,6 +390,9 @@ def axk2_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec,
     return tuple(replace(layer, norm_rank=rank) for layer in read)
 
 
+one_dense_layer = partial(
+    read_experts, router=corrected_router, shared="n_shared_experts", first_dense=1
+)
 # A.X K2 (SK Telecom 2026).
 AXK2 = replace(
     DEEPSEEK32,
@@ -397,9 +401,7 @@ AXK2 = replace(
     models="A.X K2",
     make=partial(without_predictors, make_layer=SelfGatedLayer),
     layers=axk2_layers,
-    experts=partial(
-        read_experts, router=corrected_router, shared="n_shared_experts", first_dense=1
-    ),
+    experts=one_dense_layer,
     eos_token_ids=(163_691,),
     defaults={
         "vocab_size": 163_840,
@@ -426,9 +428,7 @@ GLM4_MOE_LITE = replace(
     name="Glm4MoeLiteForCausalLM",
     model_type="glm4_moe_lite",
     models="GLM-4.7-Flash",
-    experts=partial(
-        read_experts, router=corrected_router, shared="n_shared_experts", first_dense=1
-    ),
+    experts=one_dense_layer,
     defaults={
         "n_shared_experts": 1,
         "n_routed_experts": 64,

@@ -377,7 +377,7 @@ def _lengths(names: frozenset[str]) -> frozenset[int]:
 
 
 def _runs(name: str, length: int) -> list[str]:
-    """Return all runs of so many components of a name."""
+    """Return all runs of `length` components of a name."""
     parts = name.split(".")
     if length == 1:
         return parts
