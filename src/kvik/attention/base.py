@@ -365,8 +365,8 @@ class AttentionBackend:
         Returns:
             Means of latent vectors, [tokens, heads, rank].
         """
-        whole, rest = torch.cat((q, q_rope), 2), (attend.kv, attend.metadata, attend.spec)
-        return self.run(Attend(whole, None, None, *rest))[..., : q.shape[2]]
+        joined, rest = torch.cat((q, q_rope), 2), (attend.kv, attend.metadata, attend.spec)
+        return self.run(Attend(joined, None, None, *rest))[..., : q.shape[2]]
 
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
         """Copy the cached keys and values of some tokens to other positions.
