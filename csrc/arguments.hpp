@@ -161,6 +161,22 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     P(q) I(q_stride) P(starts) P(lengths) P(state_rows) I(num_seqs) I(dim) I(last)       \
     F(scale) P(ring) I(dtype)
 
+// Stores the keys of an indexer, k [rows, dim], in strips like keys of attention. Of a head, the first `rope` channels
+// are rotated: neighbours together if interleaved, else those of two halves. rotation as for rotary.
+#define KVIK_ARGS_store_index(P, I, F)                                                   \
+    P(k) I(k_stride) P(rotation) I(rope) I(interleaved) P(cache) P(slot_mapping) I(rows) \
+    I(dim) I(block_size) I(dtype)
+
+// Chooses the keys that each token reads: of those that it sees the `top` with the largest scores, the first ones of
+// equals. A score is the sum over heads of the token's weight times relu(q k), over sqrt(heads * dim). q [tokens,
+// heads * dim], rotated as keys are; weights [tokens, heads]. out [tokens, out_stride] int64: bit i of word w is key
+// 64 w + i of the token's sequence; a node of a tree counts as in `attention`. Other arguments are as for attention.
+#define KVIK_ARGS_choose_keys(P, I, F)                                                   \
+    P(q) I(q_stride) P(weights) I(weights_stride) P(rotation) I(rope) I(interleaved)     \
+    P(cache) P(block_table) I(table_stride) P(query_start_loc) P(seq_lens) I(num_seqs)   \
+    P(tree) P(first_keys) I(heads) I(dim) I(block_size) I(top) P(out) I(out_stride)      \
+    I(dtype)
+
 // Attention of all sequences of a step over the paged cache. q, out [tokens, heads, head_dim], heads
 // dense; sequence s owns tokens query_start_loc[s] .. [s + 1] (int32), which are the last ones of its
 // seq_lens[s] (int32) keys. block_table [num_seqs, table_stride] int32. window: the most visible keys, including
@@ -174,12 +190,13 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // first keys all queries also see. sink_q: the queries for these keys, shaped like q [tokens, heads, head_dim]; null:
 // q itself. reach: 0, or a query sees up to this many keys before and after its own, where they exist, and there is
 // neither window nor tree. first_keys: null, or int32 [num_seqs]: the first key of each sequence that any of its
-// queries sees; then there is no window.
+// queries sees; then there is no window. chosen: null, or the keys that each token reads, as `choose_keys` writes them.
 #define KVIK_ARGS_attention(P, I, F)                                                     \
     P(q) I(q_stride) P(q_rope) I(q_rope_stride) I(value_dim) P(k_cache) P(v_cache) P(k_scales) P(v_scales) P(block_table)        \
     I(table_stride) P(query_start_loc) P(seq_lens) I(num_seqs) I(heads) I(kv_heads)      \
     I(head_dim) I(block_size) I(window) I(chunked) I(reach) P(tree) F(scale) F(softcap) P(sinks)  \
-    I(sink_keys) P(sink_q) I(sink_q_stride) P(first_keys) P(out) I(out_stride)    \
+    I(sink_keys) P(sink_q) I(sink_q_stride) P(first_keys) P(chosen)               \
+    I(chosen_stride) P(out) I(out_stride)                                                \
     I(dtype) I(kv_dtype)
 
 // y [rows, outputs] = act(x W^T + bias) + residual. weight, scales, zeros as `pack_matrix` laid them
@@ -280,8 +297,9 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 #define KVIK_KERNELS(K)                                                                  \
     K(rms_norm) K(layer_norm) K(activate) K(xielu) K(scaled) K(softcap) K(add)           \
     K(gather_rows) K(rotations) K(rotary) K(gated) K(causal_conv) K(recurrence)          \
-    K(store_kv) K(store_latent) K(load_kv) K(move_kv) K(keep_queries) K(attention)       \
-    K(linear) K(linear_each) K(route) K(experts) K(pack_matrix) K(matrix_rows) K(largest) \
+    K(store_kv) K(store_latent) K(load_kv) K(move_kv) K(keep_queries) K(store_index)     \
+    K(choose_keys) K(attention) K(linear) K(linear_each) K(route) K(experts)             \
+    K(pack_matrix) K(matrix_rows) K(largest)                                             \
     K(penalize) K(mask) K(draw) K(probabilities) K(exchange)                             \
     K(read_memory) K(peak_f32) K(peak_bf16) K(peak_i8)
 

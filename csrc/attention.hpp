@@ -54,7 +54,9 @@ inline Cut cut_sequence(const attention_args& a, int64_t sequence) {
     const uint64_t* tree = a.tree && count > 0 ? static_cast<const uint64_t*>(a.tree) + cut.first_token : nullptr;
     cut.queries = {static_cast<const int32_t*>(a.seq_lens)[sequence] - count, count, a.window,
                    a.chunked != 0, a.sink_keys, tree && *tree ? tree : nullptr, a.reach,
-                   a.first_keys ? static_cast<const int32_t*>(a.first_keys)[sequence] : a.sink_keys};
+                   a.first_keys ? static_cast<const int32_t*>(a.first_keys)[sequence] : a.sink_keys,
+                   a.chosen ? static_cast<const uint64_t*>(a.chosen) + cut.first_token * a.chosen_stride : nullptr,
+                   a.chosen_stride};
     cut.table = static_cast<const int32_t*>(a.block_table) + sequence * a.table_stride;
     if (count <= 0) return cut;
     cut.thin = count * group <= kThinRows;

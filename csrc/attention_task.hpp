@@ -213,10 +213,13 @@ private:
         for (; tile < end; tile += kTile) {
             const Strips strips = next;
             if (tile + kTile < end) next = find(tile + kTile, seen);
+            uint64_t any = 0;
             for (int64_t i = 0; i < task->num_queries; i++) {
                 const uint64_t bits = task->queries.bits(task->query + i, tile, of_sinks);
                 for (int64_t j = 0; j < group; j++) visible[i * group + j] = bits;
+                any |= bits;
             }
+            if (!any) continue;  // no query reads these keys
             for (int64_t h = 0; h < task->num_heads; h++) {
                 const bool last = h + 1 == task->num_heads;
                 const Places places = places_of(strips, task->head + h);

@@ -27,6 +27,8 @@ struct Queries {
     const uint64_t* tree;  // the path to each query, or null
     int64_t reach;         // visible keys on either side; 0: all keys up to the query's own
     int64_t least;         // the first key that any query sees, except for sinks
+    const uint64_t* chosen;  // [count, chosen_words]: a bit for each visible key that a query reads; null: all
+    int64_t chosen_words;
 
     // A query sees the keys [first_key, end_key), and sinks up to sinks_end.
     int64_t end_key(int64_t query) const {
@@ -61,7 +63,8 @@ struct Queries {
     // Bit j: the query sees key tile + j, among sinks or among the others.
     uint64_t bits(int64_t query, int64_t tile, bool of_sinks) const {
         if (of_sinks) return bits_between(-tile, sinks_end(query) - tile);
-        return bits_between(first_key(query) - tile, end_key(query) - tile);
+        const uint64_t bits = bits_between(first_key(query) - tile, end_key(query) - tile);
+        return chosen && bits ? bits & chosen[query * chosen_words + tile / kTile] : bits;
     }
 
     // Whether every query finds the keys of the tile where the block table says.

@@ -4,6 +4,7 @@
 
 #include "attention.hpp"
 #include "experts.hpp"
+#include "indexer.hpp"
 #include "limits_amx.hpp"
 #include "linear.hpp"
 

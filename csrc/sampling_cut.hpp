@@ -20,14 +20,17 @@ struct Candidates {
     }
 };
 
-// A number and its place as one integer, the larger the more likely: NaN before infinity before all others, 0 and -0
-// equal, ties by ascending id.
-KVIK_INLINE uint64_t ranked(float value, int64_t id) {
+// A number as an integer of the same order: NaN before infinity before all others, 0 and -0 equal.
+KVIK_INLINE uint32_t ordered(float value) {
     const float x = value + 0.0f;  // -0 becomes 0
     uint32_t order = bits_of(x);
     order ^= (0u - (order >> 31)) | 0x80000000u;  // no branch: signs are hard to predict
-    order = is_nan(x) ? 0xffffffffu : order;
-    return uint64_t(order) << 32 | (0xffffffffu - uint32_t(id));
+    return is_nan(x) ? 0xffffffffu : order;
+}
+
+// A number and its place as one integer, the larger the more likely: ties by ascending id.
+KVIK_INLINE uint64_t ranked(float value, int64_t id) {
+    return uint64_t(ordered(value)) << 32 | (0xffffffffu - uint32_t(id));
 }
 KVIK_INLINE int64_t id_of(uint64_t ranked) { return int64_t(0xffffffffu - uint32_t(ranked)); }
 

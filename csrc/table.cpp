@@ -5,6 +5,7 @@
 #include "attention.hpp"
 #include "experts.hpp"
 #include "group.hpp"
+#include "indexer.hpp"
 #include "kv_cache.hpp"
 #include "kv_move.hpp"
 #include "limits.hpp"

@@ -23,7 +23,7 @@ enum KernelId : int {
 };
 
 // The kernels that an instruction set with tile registers has of its own.
-#define KVIK_TILED_KERNELS(K) K(linear) K(experts) K(attention) K(peak_bf16) K(peak_i8)
+#define KVIK_TILED_KERNELS(K) K(linear) K(experts) K(attention) K(choose_keys) K(peak_bf16) K(peak_i8)
 struct TiledKernels {
 #define KVIK_ENTRY(kernel) Kernel kernel;
     KVIK_TILED_KERNELS(KVIK_ENTRY)

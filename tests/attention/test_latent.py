@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.attention_backends import KV_FORMATS, NAMES, STEPS, make_backend
+from helpers.attention_backends import KV_FORMATS, NAMES, STEPS, as_bits, make_backend
 from helpers.kernel_cases import filled_matrix
 from helpers.optional_triton import NO_TRITON, TRITON, device
 from torch import Tensor
@@ -130,6 +130,8 @@ class Sequences:
         metadata, spec = backend.plan(layout, None), AttentionSpec(SCALE)
         up, k_rope = up_of(backend._ops, self.where), k_rope[:, None]
         chosen = None if choice is None else [places.to(self.where) for places in choice]
+        if chosen and backend.caps.name == "cpu":
+            chosen = [as_bits(chosen, layout)]
         out = backend.run_latent(
             AttendLatent(q, q_rope, latent, k_rope, up, self.kv, metadata, spec, rotation, chosen)
         )

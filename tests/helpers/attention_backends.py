@@ -8,6 +8,7 @@ import torch
 from helpers.optional_native import NATIVE
 
 from kvik.attention.base import AttentionBackend
+from kvik.attention.indexed import places_seen
 from kvik.attention.layout import StepLayout
 from kvik.attention.reference import ReferenceAttention
 from kvik.attention.sdpa import SdpaAttention
@@ -48,6 +49,27 @@ def one_sequence(
         contexts=(context,),
         block_size=block_size,
     )
+
+
+def seen_by_token(layout: StepLayout) -> list[torch.Tensor]:
+    """Return the places in its sequence of the keys that each token sees."""
+    starts = enumerate(layout.query_start_loc[:-1].tolist())
+    return [places for seq, start in starts for places in places_seen(layout, seq, start)]
+
+
+def from_bits(choice: torch.Tensor, layout: StepLayout) -> list[torch.Tensor]:
+    """Return the places of the keys that each token reads, from a choice of the native kernels."""
+    bits = (choice[:, :, None] >> torch.arange(64) & 1).flatten(1).bool()
+    pairs = zip(seen_by_token(layout), bits, strict=True)
+    return [seen[of_token[: len(seen)]] for seen, of_token in pairs]
+
+
+def as_bits(choice: list[torch.Tensor], layout: StepLayout) -> torch.Tensor:
+    """Return the reverse of `from_bits`."""
+    bits = torch.zeros(len(choice), -(-max(layout.contexts) // 64) * 64, dtype=torch.int64)
+    for row, seen, places in zip(bits, seen_by_token(layout), choice, strict=True):
+        row[: len(seen)] = torch.isin(seen, places)
+    return (bits.view(len(choice), -1, 64) << torch.arange(64)).sum(2)
 
 
 # (cached, new) tokens of each sequence of a step

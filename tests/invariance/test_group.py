@@ -107,7 +107,11 @@ STATEFUL = ("tp2, memory tier", "tp2, swap, siblings", "tp2 pp2, both tiers, chu
 CASES += [("states", "bfloat16", BY_NAME[name]) for name in (*STATEFUL, "pp2, disk tier")]
 CASES += [("adapted windowed", "bfloat16", BY_NAME["tp2"])]
 CASES += [("adapted capped", "bfloat16", BY_NAME["tp2 pp2, preemption, chunks"])]
-CASES += [(name, "int4", BY_NAME["pp2"]) for name in ("chunked", "latent")]
+CASES += [(name, "int4", BY_NAME["pp2"]) for name in ("chunked", "latent", "indexed")]
+CASES += [
+    ("indexed", "bfloat16", BY_NAME[name])
+    for name in ("tp2", "tp2 pp2, preemption, chunks", "pp2, hits, chunks", "tp2, memory tier")
+]
 CASES += [
     (name, weights, BY_NAME["tp2, whole experts"])
     for name, weights in (("windowed", "bfloat16"), ("chunked", "int4"), ("latent", "int8"))

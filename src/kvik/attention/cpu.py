@@ -18,11 +18,13 @@ from kvik.attention.base import (
     AttentionSpec,
     BackendCaps,
     LayerKV,
-    move_tokens,
 )
+from kvik.attention.indexed import Indexed
 from kvik.attention.layout import StepLayout
 from kvik.kernels.cpu.native import Argument, Native
 from kvik.kernels.ops import Ops
+
+KEYS_OF_WORD = 64  # bits of a choice
 
 
 class CpuAttention(AttentionBackend):
@@ -67,8 +69,6 @@ class CpuAttention(AttentionBackend):
         )
 
     def run_latent(self, attend: AttendLatent) -> Tensor:
-        if attend.choice is not None:
-            return self.run_chosen(attend, attend.choice)
         return self.run_latent_by(self._ops, attend)
 
     def run_latent_by(self, ops: Ops, attend: AttendLatent) -> Tensor:
@@ -97,7 +97,45 @@ class CpuAttention(AttentionBackend):
 
     def means(self, attend: AttendLatent, q: Tensor, q_rope: Tensor) -> Tensor:
         out = self.native.empty(*q.shape, dtype=q.dtype)
-        return self._attend(q, q_rope, attend.kv, attend.metadata, attend.spec, out)
+        chosen = attend.choice[0] if attend.choice else None
+        return self._attend(q, q_rope, attend.kv, attend.metadata, attend.spec, out, chosen=chosen)
+
+    def choose(self, of: Indexed, kv: LayerKV, layout: StepLayout) -> list[Tensor]:
+        """See `base.AttentionBackend.choose`. The choice is one tensor of bits: see `choose_keys`
+        in csrc/arguments.hpp."""
+        assert kv.index is not None
+        spec, size = of.spec, kv.index.shape[1]
+        shape: dict[str, Argument] = {
+            "rotation": of.rotation,
+            "rope": of.rotation.shape[1],
+            "interleaved": spec.interleaved,
+            "cache": kv.index,
+            "dim": spec.dim,
+            "block_size": size,
+        }
+        self.native.launch("store_index", k=of.k, slot_mapping=layout.slot_mapping, **shape)
+        longest = layout.block_table.shape[1] * size  # keys of a sequence
+        if longest <= spec.top:
+            return []
+        words = -(-longest // KEYS_OF_WORD)
+        chosen = self.native.empty(of.q.shape[0], words, dtype=torch.int64)
+        self.native.launch(
+            "choose_keys",
+            q=of.q,
+            weights=of.weights,
+            **shape,
+            block_table=layout.block_table,
+            table_stride=layout.block_table.stride(0),
+            query_start_loc=layout.query_start_loc,
+            seq_lens=layout.seq_lens,
+            num_seqs=self.native.rows(layout.seq_lens),
+            tree=layout.tree,
+            first_keys=layout.first_keys,
+            heads=spec.heads,
+            top=spec.top,
+            out=chosen,
+        )
+        return [chosen]
 
     def _attend(
         self,
@@ -108,12 +146,14 @@ class CpuAttention(AttentionBackend):
         spec: AttentionSpec,
         out: Tensor,
         for_sinks: Tensor | None = None,
+        chosen: Tensor | None = None,
     ) -> Tensor:
         """Launch the kernel.
 
         Args:
             q: [tokens, heads, value_dim]. q_rope: for latent vectors, the other channels of q.
             for_sinks: q for sinks of the window; None: the same as for other keys.
+            chosen: as `choose` returns it; None: each token reads all that it sees.
         """
         layout, window = metadata.layout, metadata.window
         self.native.launch(
@@ -138,6 +178,7 @@ class CpuAttention(AttentionBackend):
             sink_keys=window.sinks if window else 0,
             sink_q=for_sinks,
             first_keys=layout.first_keys,
+            chosen=chosen,
             out=out,
         )
         return out
@@ -146,7 +187,7 @@ class CpuAttention(AttentionBackend):
         rows = source.shape[0]
         self.native.launch("move_kv", source=source, target=target, rows=rows, **_arguments(kv))
         if kv.index is not None:
-            move_tokens(kv.index, source, target)
+            self.move(LayerKV(kv.index, kv.index[..., :0]), source, target)
 
     def keys(self, kv: LayerKV, at: Tensor) -> Tensor:
         cache = _arguments(kv) | {"v_cache": None}

@@ -72,6 +72,9 @@ EXPERT_ROW_BYTES = 24
 SPLIT_KEYS, LONG_CONTEXTS = 512, 8
 # Numbers per key while layers with a budget select tokens: sums, means, their order, places.
 CHOOSING_NUMBERS = 16
+# Queries whose scores are kept at a time while an indexer chooses keys: those of a short step, and
+# one of each thread.
+INDEX_ROWS = 2 * 64
 CHECKPOINTS_EACH = 2  # checkpoints of states, for each request of the largest step
 DRAFT_STATES = 2  # of a draft model, for each request: of its known tokens, and with drafts
 
@@ -459,7 +462,7 @@ class Footprint:
     def _taped(self) -> bool:
         """Whether a step runs as a tape of native kernels, without torch's."""
         unfused = self.adapters is not None and self.adapters.experts
-        return self.attention_backend == "cpu" and not unfused and not self.spec.indexed
+        return self.attention_backend == "cpu" and not unfused
 
     def activations(self, size: StepSize) -> int:
         """Peak of one step."""
@@ -639,20 +642,26 @@ class Footprint:
         return largest
 
     def _indexing(self, size: StepSize) -> int:
-        """Return the bytes while an indexer chooses keys: those of a request, as stored and in
-        fp32, their products with one query, and the places of the chosen ones; and copies of their
-        latent vectors (attention/indexed.py)."""
-        top, item = self.spec.indexed, self._item
-        if size.max_model_len <= top:
+        """Return the bytes of what the indexer of a layer computes in a step, and of what it takes
+        while it chooses keys. In a tape: a bit for each key of each token, and the scores of some
+        queries (csrc/indexer.hpp). Else: the keys of a request, as stored and in fp32, their
+        products with one query, and the places of the chosen ones; and copies of their latent
+        vectors (attention/indexed.py)."""
+        top, item, keys = self.spec.indexed, self._item, size.max_model_len
+        tokens = size.max_num_batched_tokens
+        indexes = [layer.index for layer in self.spec.layers if layer.index is not None]
+        if not indexes:
             return 0
-        largest = 0
-        for layer in self.spec.layers:
-            if layer.index is not None:
-                numbers = 2 * layer.index.dim + layer.index.heads + CHOOSING_NUMBERS
-                largest = max(largest, size.max_model_len * (4 * numbers + layer.index.dim * item))
-        places = 8 * top * size.max_num_batched_tokens
+        computed = max(index.heads * (index.dim + 1) + index.dim for index in indexes)
+        total = tokens * computed * item
+        if keys <= top:
+            return total
+        if self._taped:
+            return total + tokens * -(-keys // 8) + INDEX_ROWS * keys * 4
+        numbers = max(2 * index.dim + index.heads for index in indexes) + CHOOSING_NUMBERS
+        total += keys * 4 * numbers
         copies = COPIED * (top + self.block_size) * self.spec.key_width * (8 + 3 * item)
-        return largest + places + copies
+        return total + 8 * top * tokens + copies
 
     def fixed(self, size: StepSize) -> int:
         """Return the bytes of everything except the blocks of the KV cache."""

@@ -48,9 +48,6 @@ def check_group(
     if ranks * stages == 1:
         return
     native = compute.kernels == "native" and compute.attention == "cpu"
-    if native and spec.indexed:
-        reason = f"must be 1 with native kernels: torch chooses what {spec.architecture} reads"
-        raise ConfigError(option, f"{reason}; kernels=torch can be divided")
     if not native:
         _check_torch(config, spec, compute, hardware)
     elif config.tensor_parallel_cut == "fast":

@@ -275,8 +275,9 @@ def indexed_layers(
     if latent.q_rank is None:
         raise fields.error("q_lora_rank", "must be a number: indexers read what it is the width of")
     dim = fields.integer("index_head_dim", 1, MAX_WIDTH, 128)
-    if dim < latent.rope:
-        raise fields.error("index_head_dim", f"must be at least {rope} ({latent.rope}), not {dim}")
+    if dim < latent.rope or dim % 2:
+        reason = f"must be an even number of at least {rope} ({latent.rope}), not {dim}"
+        raise fields.error("index_head_dim", reason)
     index = IndexSpec(
         fields.integer("index_n_heads", 1, MAX_HEADS, heads),
         dim,

@@ -319,8 +319,7 @@ class NativePlatform(Platform):
         from kvik.kernels.cpu.recording import CaptureError
 
         eager = Eager(network), FreshInputs(self.parts.device)
-        indexed = any(spec.index_bytes for group in network.groups for spec in group.specs)
-        if indexed or (self.group is None and not isinstance(self.parts.backend, CpuAttention)):
+        if self.group is None and not isinstance(self.parts.backend, CpuAttention):
             return eager  # attention uses torch's operations, as configured
         try:
             tape = self.tape(network, sizes)

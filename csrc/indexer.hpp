@@ -1,0 +1,267 @@
+// Indexers, which choose the keys that queries read (DeepSeek Sparse Attention, arXiv 2512.02556, section 2.1).
+//
+// A score comes from one query and one key, and heads are added in their order, so that a choice has the same
+// bits for any other content of the step. Queries are rotated and rounded as the cached keys were.
+#pragma once
+
+#include "attention.hpp"
+#include "kv_layout.hpp"
+#include "sampling_cut.hpp"
+#include "share.hpp"
+#include "simd.hpp"
+#include "team.hpp"
+
+namespace kvik {
+namespace {
+namespace indexer {
+
+using paged::kStrips;
+using paged::kTile;
+
+constexpr int64_t kKeysPerTask = 1024;
+constexpr int64_t kFewQueries = 64;  // with more, a task is a query with all its keys (config/memory.py plans this)
+
+KVIK_INLINE float widened(float value) { return value; }
+KVIK_INLINE float widened(bf16 value) { return to_float(value); }
+KVIK_INLINE void put_number(float* to, float value) { *to = value; }
+KVIK_INLINE void put_number(bf16* to, float value) { *to = to_bf16(value); }
+
+// Calls put(channel, value) for the channels of a head, of which the first `rope` are rotated: neighbours together
+// if interleaved, else those of two halves. Pairs are put as halves.
+template <class T, class Put>
+KVIK_INLINE void rotated(const T* x, int64_t dim, const float* rotation, int64_t rope, bool interleaved, Put put) {
+    const int64_t half = rope / 2, next = interleaved ? 1 : half, step = interleaved ? 2 : 1;
+    for (int64_t i = 0; i < half; i++) {
+        const float a = widened(x[i * step]), b = widened(x[i * step + next]);
+        const float cosine = rotation[i], sine = rotation[half + i];
+        put(i, a * cosine - b * sine);
+        put(half + i, b * cosine + a * sine);
+    }
+    for (int64_t i = rope; i < dim; i++) put(i, widened(x[i]));
+}
+
+template <class T>
+void store(const store_index_args& a, Team& team) {
+    const KvLayout layout{1, a.dim, a.block_size};
+    const auto* slots = static_cast<const int64_t*>(a.slot_mapping);
+    each_range(team, a.rows, 16, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+            if (slots[row] < 0) continue;
+            const int64_t block = slots[row] / a.block_size, offset = slots[row] % a.block_size;
+            T* strip = static_cast<T*>(a.cache) + layout.strip(block, 0, offset);
+            rotated(static_cast<const T*>(a.k) + row * a.k_stride, a.dim,
+                    static_cast<const float*>(a.rotation) + row * a.rope, a.rope, a.interleaved != 0,
+                    [&](int64_t d, float value) KVIK_INLINED {
+                        put_number(strip + key_place<cache::kPair<T>>(offset % kStrip, d), value);
+                    });
+        }
+    });
+}
+
+// Products of a tile of keys with kRows heads of a query.
+template <class Format>
+KVIK_INLINE void products(const paged::Unit<Format>& unit, const typename Format::Factor* q, float (*to)[kTile]) {
+    constexpr int kWide = kLanes == 16 ? paged::kVectors : 1;
+    for (int s = 0; s < kStrips; s += kWide) paged::scores_of<Format, Format::kRows, kWide>(unit, s, q, to, false);
+}
+#if defined(__AMX_TILE__) || defined(KVIK_EMULATE_AMX)
+KVIK_INLINE void products(const paged::Unit<paged::RegisterPairs>& unit, const bf16* q, float (*to)[kTile]) {
+    paged::Ahead none(unit, false);
+    paged::register_scores(unit, q, to, none);
+}
+#endif
+
+// Chooses keys for one query after another.
+template <class Format, class T>
+class Chooser {
+    using Factor = typename Format::Factor;
+
+public:
+    // Heads, filled up with zeros to whole groups of rows.
+    static int64_t rows_of(const choose_keys_args& a) {
+        return (a.heads + Format::kRows - 1) / Format::kRows * Format::kRows;
+    }
+    // keys: most of a query.
+    static size_t scratch_bytes(const choose_keys_args& a, int64_t keys) {
+        return size_t(rows_of(a) * a.dim) * sizeof(Factor) + size_t(rows_of(a) + keys + kTile) * sizeof(float);
+    }
+
+    Chooser(const choose_keys_args& args, char* scratch)
+        : a(args), rows(rows_of(args)), shapes(args.dim), layout{1, args.dim, args.block_size} {
+        factors = reinterpret_cast<Factor*>(scratch);
+        weights = reinterpret_cast<float*>(factors + rows * a.dim);
+        scores = weights + rows;
+    }
+
+    void take(int64_t query) {
+        token = query;
+        const auto* starts = static_cast<const int32_t*>(a.query_start_loc);
+        int64_t sequence = 0;
+        while (starts[sequence + 1] <= token) sequence++;
+        const int64_t first_token = starts[sequence], count = starts[sequence + 1] - first_token;
+        const auto* words = static_cast<const uint64_t*>(a.tree);
+        words = words && words[first_token] ? words + first_token : nullptr;
+        place = token - first_token;
+        queries = {static_cast<const int32_t*>(a.seq_lens)[sequence] - count, count, 0, false, 0, words, 0,
+                   a.first_keys ? static_cast<const int32_t*>(a.first_keys)[sequence] : 0, nullptr, 0};
+        table = static_cast<const int32_t*>(a.block_table) + sequence * a.table_stride;
+    }
+    int64_t first_key() const { return queries.first_key(place); }
+    int64_t num_keys() const { return queries.end_key(place) - first_key(); }
+    // The keys to be scored: those of a tree's other paths too.
+    int64_t end_scored() const { return queries.tree ? queries.cached + queries.count : queries.end_key(place); }
+
+    void pack_query() {
+        const float scale = 1.0f / std::sqrt(float(a.heads * a.dim));
+        const auto* own_weights = static_cast<const T*>(a.weights) + token * a.weights_stride;
+        std::memset(factors, 0, size_t(rows * a.dim) * sizeof(Factor));
+        for (int64_t h = 0; h < rows; h++) weights[h] = h < a.heads ? widened(own_weights[h]) * scale : 0.0f;
+        for (int64_t h = 0; h < a.heads; h++) {
+            constexpr int P = Format::kPair, R = Format::kRows;
+            Factor* to = factors + h / R * R * a.dim + h % R * (Format::kRegisters ? a.dim : P);
+            rotated(static_cast<const T*>(a.q) + token * a.q_stride + h * a.dim, a.dim,
+                    static_cast<const float*>(a.rotation) + token * a.rope, a.rope, a.interleaved != 0,
+                    [&](int64_t d, float value) KVIK_INLINED {
+                        T rounded;
+                        put_number(&rounded, value);
+                        put_number(to + (Format::kRegisters ? d : d / P * (R * P) + d % P), widened(rounded));
+                    });
+        }
+    }
+
+    // Writes the scores of the keys [begin, end), by place in the block table, begin a multiple of kTile.
+    void score(int64_t begin, int64_t end, float* to) const {
+        paged::Unit<Format> unit{};
+        unit.head_dim = a.dim;
+        alignas(64) float of_heads[Format::kRows][kTile];
+        for (int64_t tile = begin; tile < end; tile += kTile) {
+            for (int s = 0; s < kStrips; s++) {  // strips after the last key may have no block
+                const int64_t key = tile + s * kStrip < end ? tile + s * kStrip : tile;
+                const int64_t block = table[key / a.block_size];
+                unit.keys[s] = static_cast<const T*>(a.cache) + layout.strip(block, 0, key % a.block_size);
+            }
+            F32 sums[kTile / kLanes];
+            for (F32& sum : sums) sum = zero();
+            for (int64_t row = 0; row < rows; row += Format::kRows) {
+                products(unit, factors + row * a.dim, of_heads);
+                for (int r = 0; r < Format::kRows; r++) {
+                    const F32 weight = broadcast(weights[row + r]);
+                    for (int n = 0; n < kTile / kLanes; n++)
+                        sums[n] = fma(max(zero(), load(of_heads[r] + n * kLanes)), weight, sums[n]);
+                }
+            }
+            for (int n = 0; n < kTile / kLanes; n++) kvik::store(to + tile + n * kLanes, sums[n]);
+        }
+    }
+
+    // Sets the bits of the keys that the query reads. A node of a tree finds the keys of its path after the cached ones.
+    void choose(float* of_keys) {
+        const int64_t first = first_key(), count = num_keys(), end = first + count;
+        auto* words = static_cast<uint64_t*>(a.out) + token * a.out_stride;
+        if (count <= a.top) {
+            for (int64_t at = 0; at < end; at += kTile) words[at / kTile] = paged::bits_between(first - at, end - at);
+            return;
+        }
+        if (queries.tree) {
+            int64_t to = queries.cached;
+            for (uint64_t path = queries.tree[place]; path; path &= path - 1)
+                of_keys[to++] = of_keys[queries.cached + __builtin_ctzll(path)];
+        }
+        const Cut cut = cut_of(of_keys + first, count);
+        for (int64_t at = 0; at < end; at += kTile) words[at / kTile] = 0;
+        int64_t equals = cut.equals;
+        for (int64_t i = first; i < end; i++) {
+            const uint32_t order = ordered(of_keys[i]);
+            words[i / kTile] |= uint64_t(order > cut.lowest || (order == cut.lowest && equals-- > 0)) << i % kTile;
+        }
+    }
+
+    float* scores;  // of a query that one thread scores
+
+private:
+    // The smallest of the `top` largest scores, and how many of these equal it.
+    struct Cut {
+        uint32_t lowest;
+        int64_t equals;
+    };
+    // Finds the bits of the smallest, some in each round, the highest first.
+    Cut cut_of(const float* of_keys, int64_t count) const {
+        constexpr int kBits = 11, kShifts[] = {22, 11, 0};
+        Cut cut{0, a.top};
+        for (int shift : kShifts) {
+            int32_t counts[1 << kBits] = {};
+            const uint64_t known = uint64_t(cut.lowest) >> shift >> kBits;
+            for (int64_t i = 0; i < count; i++) {
+                const uint32_t order = ordered(of_keys[i]);
+                if (uint64_t(order) >> shift >> kBits == known) counts[order >> shift & ((1 << kBits) - 1)]++;
+            }
+            int bucket = (1 << kBits) - 1;
+            for (; counts[bucket] < cut.equals; bucket--) cut.equals -= counts[bucket];
+            cut.lowest |= uint32_t(bucket) << shift;
+        }
+        return cut;
+    }
+
+    const choose_keys_args& a;
+    const int64_t rows;
+    const typename Format::Shapes shapes;
+    const KvLayout layout;
+    float* weights;
+    Factor* factors;
+
+    int64_t token, place;  // of the query in the step, in its sequence
+    paged::Queries queries{};
+    const int32_t* table;
+};
+
+template <class Format, class T>
+void choose(const choose_keys_args& a, Team& team) {
+    const auto* starts = static_cast<const int32_t*>(a.query_start_loc);
+    const int64_t tokens = starts[a.num_seqs];
+    const auto* lengths = static_cast<const int32_t*>(a.seq_lens);
+    int64_t longest = 0;
+    for (int64_t s = 0; s < a.num_seqs; s++)
+        if (lengths[s] > longest) longest = lengths[s];
+    longest = (longest + kKeysPerTask - 1) / kKeysPerTask * kKeysPerTask;  // so that memory seldom grows
+    const size_t scratch = Chooser<Format, T>::scratch_bytes(a, longest);
+    const bool few = longest > a.top && tokens <= kFewQueries;
+    const int64_t parts = few ? longest / kKeysPerTask : 1, row = longest + kTile;
+    float* shared = few ? static_cast<float*>(shared_scratch(team, 0, size_t(tokens * row) * sizeof(float))) : nullptr;
+    if (few)
+        together(team, tokens * parts, [&](Member& member) {
+            Chooser<Format, T> chooser(a, static_cast<char*>(member.scratch(scratch)));
+            for (int64_t task; (task = member.next()) >= 0;) {
+                chooser.take(task / parts);
+                const int64_t begin = task % parts * kKeysPerTask, last = chooser.end_scored();
+                if (chooser.num_keys() <= a.top || begin >= last) continue;
+                chooser.pack_query();
+                chooser.score(begin, begin + kKeysPerTask < last ? begin + kKeysPerTask : last, shared + task / parts * row);
+            }
+        });
+    together(team, tokens, [&](Member& member) {
+        Chooser<Format, T> chooser(a, static_cast<char*>(member.scratch(scratch)));
+        for (int64_t token; (token = member.next()) >= 0;) {
+            chooser.take(token);
+            float* scores = few ? shared + token * row : chooser.scores;
+            if (!few && chooser.num_keys() > a.top) {
+                chooser.pack_query();
+                chooser.score(chooser.first_key() / kTile * kTile, chooser.end_scored(), scores);
+            }
+            chooser.choose(scores);
+        }
+    });
+}
+
+}  // namespace indexer
+
+void store_index(const store_index_args& a, Team& team) {
+    a.dtype == kF32 ? indexer::store<float>(a, team) : indexer::store<bf16>(a, team);
+}
+
+void choose_keys(const choose_keys_args& a, Team& team) {
+    a.dtype == kF32 ? indexer::choose<paged::Floats, float>(a, team)
+                    : indexer::choose<paged::PairsOfBF16, bf16>(a, team);
+}
+
+}  // namespace
+}  // namespace kvik
