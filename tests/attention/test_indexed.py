@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from helpers.attention_backends import (
@@ -13,9 +15,10 @@ from helpers.attention_backends import (
     seen_by_token,
     tree_words,
 )
+from helpers.optional_native import instruction_sets, needs_native
 from torch import Tensor
 
-from kvik.attention.base import LayerKV
+from kvik.attention.base import AttentionBackend, LayerKV
 from kvik.attention.indexed import Indexed
 from kvik.attention.layout import StepLayout
 from kvik.spec.kv import IndexSpec
@@ -32,11 +35,11 @@ class Texts:
         self,
         contexts: list[int],
         *,
+        backend: AttentionBackend,
         interleaved: bool = False,
-        backend: str = "reference",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.backend, self.dtype = make_backend(backend), dtype
+        self.backend, self.dtype = backend, dtype
         g = torch.Generator().manual_seed(len(contexts))
         self.spec = IndexSpec(HEADS, DIM, TOP, interleaved)
         self.q = [torch.randn(n, HEADS * DIM, generator=g).to(dtype) for n in contexts]
@@ -108,21 +111,24 @@ class Texts:
         return torch.cat((turned.flatten(-2), x[..., ROPE:]), -1)
 
 
-FORMS = [(name, dtype) for name in NAMES for dtype in (torch.float32, torch.bfloat16)]
+FORMS = [
+    *((name, {}, dtype) for name in NAMES for dtype in (torch.float32, torch.bfloat16)),
+    *(("cpu", {"threads": 5, "isa": isa}, torch.bfloat16) for isa in instruction_sets()),
+]
 
 
-@pytest.mark.parametrize(("backend", "dtype"), FORMS)
+@pytest.mark.parametrize(("name", "native", "dtype"), FORMS)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_the_largest_scores_are_chosen(
-    case: str, interleaved: bool, backend: str, dtype: torch.dtype
+    case: str, interleaved: bool, name: str, native: dict[str, Any], dtype: torch.dtype
 ) -> None:
     spans, words = CASES[case], TREE if case == "tree" else ()
-    texts = Texts([*map(sum, spans)], interleaved=interleaved, backend=backend, dtype=dtype)
+    backend = make_backend(name, **native)
+    texts = Texts([*map(sum, spans)], backend=backend, interleaved=interleaved, dtype=dtype)
     if any(cached for cached, _ in spans):
         texts.step([(0, cached) for cached, _ in spans])
-    chosen = texts.step(spans, words)
-    found = iter(chosen)
+    found = iter(texts.step(spans, words))
     for seq, (cached, new) in enumerate(spans):
         visible = torch.ones(new, cached + new, dtype=torch.bool).tril(cached)
         if words and seq + 1 == len(spans):
@@ -134,10 +140,17 @@ def test_the_largest_scores_are_chosen(
     assert next(found, None) is None
 
 
-@pytest.mark.parametrize("backend", NAMES)
-def test_a_choice_does_not_depend_on_chunks(backend: str) -> None:
-    whole = Texts([70], backend=backend).step([(0, 70)])
-    texts, chunked = Texts([70], backend=backend), []
+@pytest.mark.parametrize("name", NAMES)
+def test_a_choice_does_not_depend_on_chunks(name: str) -> None:
+    whole = Texts([70], backend=make_backend(name)).step([(0, 70)])
+    texts, chunked = Texts([70], backend=make_backend(name)), []
     for first, end in ((0, 5), (5, 12), (12, 13), (13, 70)):
         chunked += texts.step([(first, end - first)])
     assert all(torch.equal(*pair) for pair in zip(whole, chunked, strict=True))
+
+
+@needs_native
+def test_of_equal_scores_the_first_are_chosen() -> None:
+    texts = Texts([70], backend=make_backend("cpu"))
+    texts.weights = [torch.zeros_like(texts.weights[0])]
+    assert all(torch.equal(x, torch.arange(len(x))) for x in texts.step([(0, 70)]))

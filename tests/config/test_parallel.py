@@ -145,8 +145,6 @@ BY_FIELD: dict[str, dict[str, Any]] = {  # usual options of what a field divides
         ("tensor_parallel_size", "llama-3.2-1b", {"tensor_parallel_size": 33}),
         ("tensor_parallel_size", "llama-3.2-1b", {"threads": 1}),
         ("tensor_parallel_size", "llama-3.2-1b", {"tensor_parallel_size": 0}),
-        ("tensor_parallel_size", "deepseek-v3.2", {"kernels": "native"}),
-        ("pipeline_parallel_size", "glm-5", {"kernels": "native"}),
         ("pipeline_parallel_size", "llama-3.2-1b", {"attention_backend": "sdpa"}),
         ("pipeline_parallel_size", "llama-3.2-1b", {"pipeline_parallel_size": 17}),
         ("pipeline_parallel_size", "llama-3.2-1b", {"threads": 1}),

@@ -25,13 +25,14 @@ KV_FORMATS = {
 }
 
 
-def make_backend(name: str) -> AttentionBackend:
+def make_backend(name: str, threads: int = 1, isa: str | None = None) -> AttentionBackend:
+    """Return a backend. threads, isa: of the native kernels."""
     if name == "cpu":
         from kvik.attention.cpu import CpuAttention
         from kvik.kernels.cpu.native import Native
         from kvik.kernels.cpu.ops import native_ops
 
-        native = Native(threads=1)
+        native = Native(threads, isa)
         return CpuAttention(native, native_ops(native))
     return ReferenceAttention(REFERENCE) if name == "reference" else SdpaAttention(TORCH)
 

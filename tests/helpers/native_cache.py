@@ -201,6 +201,8 @@ def attend(
         sink_keys=seen.sinks if seen else 0,
         sink_q=-padded if negated else None,
         sink_q_stride=padded.stride(0),
+        chosen=None,
+        chosen_stride=0,
         first_keys=firsts,
         out=out.view,
         out_stride=out.stride,
