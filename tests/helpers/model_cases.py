@@ -497,7 +497,7 @@ CASES = {
         index_topk=100,
         attention_bias=True,
     ),
-    "glm-5": case("GlmMoeDsa", INDEXED),
+    "glm-5": case("GlmMoeDsa", INDEXED, indexer_types=["full", "full", "shared"]),
     "glm-5-shared": case(
         "GlmMoeDsa",
         INDEXED,

@@ -30,7 +30,7 @@ NAMES: dict[str, tuple[str, str, str, str, str]] = {
         ),
     ),
     **dict.fromkeys(
-        ("deepseek3", "glm4-moe", "glm4-moe-lite"),
+        ("deepseek3", "glm4-moe", "glm4-moe-lite", "deepseek3.2", "glm-5"),
         (
             *(f"{NEXTN}enorm", f"{NEXTN}hnorm", f"{NEXTN}eh_proj"),
             *(NEXTN, f"{NEXTN}shared_head.norm"),
@@ -47,6 +47,8 @@ ALONE: dict[str, dict[str, Any]] = {  # options of a model whose one layer is li
     "qwen3-next": {"layer_types": ["full_attention"]},
     "qwen3.5-moe": {"layer_types": ["full_attention"]},
     "deepseek3": {"first_k_dense_replace": 0},
+    "deepseek3.2": {"mlp_layer_types": ["sparse"]},
+    "glm-5": {"mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
     "glm4-moe": {"first_k_dense_replace": 0},
     "glm4-moe-lite": {"mlp_layer_types": ["sparse"]},
 }

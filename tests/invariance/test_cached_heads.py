@@ -69,7 +69,7 @@ def pairs(columns: Sequence[object]) -> list[object]:
     """Return the pairs of a model and a column."""
     return [
         pytest.param(case, *column.values, marks=column.marks, id=f"{case}-{column.values[0].name}")
-        for case in ("qwen3.5", "deepseek3", "eagle3", "assistant")
+        for case in ("qwen3.5", "glm-5", "eagle3", "assistant")
         for column in columns
         if (case, column.values[0].name) not in LEFT_OUT
     ]

@@ -317,7 +317,6 @@ DEEPSEEK32 = replace(
     models="DeepSeek V3.2",
     layers=indexed_layers,
     indexed=True,
-    predictor=None,
     gguf=None,
 )
 # GLM-5 (Z.ai 2026).
@@ -402,6 +401,7 @@ AXK2 = replace(
     models="A.X K2",
     make=partial(without_predictors, make_layer=SelfGatedLayer),
     layers=axk2_layers,
+    predictor=None,
     experts=one_dense_layer,
     eos_token_ids=(163_691,),
     defaults={

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from kvik.errors import ParamError
@@ -142,10 +142,13 @@ class ModelFacts:
 
     @cached_property
     def cached_layers(self) -> tuple[LayerSpec, ...]:
-        """The layers that may store keys and values: all, then that of the head that drafts."""
+        """The layers that may store keys and values: all, then that of the head that drafts, which
+        has its own indexer if the model has any."""
         if self.predictor is None:
             return self.layers
-        return (*self.layers, self.layers[self.last_attending])
+        last = self.layers[self.last_attending]
+        index = None if last.index is None else replace(last.index, shared=False)
+        return (*self.layers, replace(last, index=index))
 
     @property
     def windows(self) -> tuple[Window | None, ...]:
