@@ -1,143 +1,21 @@
-"""Indexers, by torch and by the native kernels, compared with their definition in float64."""
+"""Indexers, by every backend, compared with their definition in float64."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from helpers.attention_backends import (
-    NAMES,
-    PARENTS,
-    STEPS,
-    from_bits,
-    make_backend,
-    seen_by_token,
-    tree_words,
-)
-from helpers.optional_native import instruction_sets, needs_native
-from torch import Tensor
-
-from kvik.attention.base import AttentionBackend, LayerKV
-from kvik.attention.indexed import Indexed
-from kvik.attention.layout import StepLayout
-from kvik.spec.kv import IndexSpec
-
-HEADS, DIM, ROPE, TOP, BLOCK = 8, 24, 8, 11, 16
-TREE = tree_words(PARENTS)
-CASES = {**STEPS, "tree": [(20, 1), (33, len(TREE))], "long": [(1500, 1), (0, 70), (1100, 5)]}
+from helpers.attention_backends import NAMES, make_backend
+from helpers.indexed import CASES, Texts, check_choice
 
 
-class Texts:
-    """What an indexer computes of the tokens of some sequences, and where their keys are cached."""
-
-    def __init__(
-        self,
-        contexts: list[int],
-        *,
-        backend: AttentionBackend,
-        interleaved: bool = False,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        self.backend, self.dtype = backend, dtype
-        g = torch.Generator().manual_seed(len(contexts))
-        self.spec = IndexSpec(HEADS, DIM, TOP, interleaved)
-        self.q = [torch.randn(n, HEADS * DIM, generator=g).to(dtype) for n in contexts]
-        self.k = [torch.randn(n, DIM, generator=g).to(dtype) for n in contexts]
-        self.weights = [torch.randn(n, HEADS, generator=g).to(dtype) for n in contexts]
-        self.angles = [torch.randn(n, ROPE // 2, generator=g) for n in contexts]
-        counts = [-(-n // BLOCK) for n in contexts]
-        self.tables = torch.randperm(sum(counts), generator=g).int().split(counts)
-        none = torch.zeros(sum(counts), BLOCK, 1, 0)
-        index = torch.full((sum(counts), BLOCK, 1, DIM), torch.nan, dtype=dtype)
-        self.kv = LayerKV(none, none, index=index)
-
-    def step(self, spans: list[tuple[int, int]], words: tuple[int, ...] = ()) -> list[Tensor]:
-        """Store the keys of the new tokens of each sequence, and return what they choose.
-
-        Args:
-            spans: (cached, new) tokens. words: of the tree in the last sequence.
-        """
-        table = torch.zeros(len(spans), max(map(len, self.tables)), dtype=torch.int32)
-        slots = []
-        for row, blocks, (cached, new) in zip(table, self.tables, spans, strict=True):
-            row[: len(blocks)] = blocks
-            at = torch.arange(cached, cached + new)
-            slots.append(blocks[at // BLOCK].long() * BLOCK + at % BLOCK)
-        counts = [new for _, new in spans]
-        in_tree = (*[0] * (sum(counts) - len(words)), *words) if words else ()
-        layout = StepLayout(
-            query_start_loc=torch.tensor([0, *counts]).cumsum(0).int(),
-            seq_lens=torch.tensor([sum(span) for span in spans], dtype=torch.int32),
-            block_table=table,
-            slot_mapping=torch.cat(slots),
-            num_scheduled=tuple(counts),
-            contexts=tuple(map(sum, spans)),
-            block_size=BLOCK,
-            tree=torch.tensor(in_tree) if in_tree else None,
-            tree_words=in_tree,
-        )
-        angles = self.new(self.angles, spans)
-        rotation = torch.cat((angles.cos(), angles.sin()), 1)
-        parts = (self.new(part, spans) for part in (self.q, self.k, self.weights))
-        of = Indexed(self.spec, *parts, rotation)
-        choice = self.backend.choose(of, self.kv, layout)
-        if choice and self.backend.caps.name == "cpu":
-            return from_bits(choice[0], layout)
-        return choice or seen_by_token(layout)
-
-    @staticmethod
-    def new(parts: list[Tensor], spans: list[tuple[int, int]]) -> Tensor:
-        pairs = zip(parts, spans, strict=True)
-        return torch.cat([part[cached : cached + new] for part, (cached, new) in pairs])
-
-    def scores(self, seq: int) -> Tensor:
-        """Return the score of each key for each query of a sequence, by definition."""
-        q = self.q[seq].view(-1, HEADS, DIM).double()
-        k, turns = self.k[seq][:, None].double(), torch.polar(*self._unit(seq))
-        q, k = (self._turned(x, turns).to(self.dtype).double() for x in (q, k))
-        products = torch.einsum("qhd,kd->qhk", q, k[:, 0]) / DIM**0.5
-        weights = self.weights[seq].double() / HEADS**0.5
-        return torch.einsum("qh,qhk->qk", weights, products.relu())
-
-    def _unit(self, seq: int) -> tuple[Tensor, Tensor]:
-        angles = self.angles[seq].double()
-        return torch.ones_like(angles), angles
-
-    def _turned(self, x: Tensor, turns: Tensor) -> Tensor:
-        pairs = x[..., :ROPE].unflatten(-1, (-1, 2) if self.spec.interleaved else (2, -1))
-        pairs = pairs if self.spec.interleaved else pairs.transpose(-1, -2)
-        turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turns[:, None])
-        return torch.cat((turned.flatten(-2), x[..., ROPE:]), -1)
-
-
-FORMS = [
-    *((name, {}, dtype) for name in NAMES for dtype in (torch.float32, torch.bfloat16)),
-    *(("cpu", {"threads": 5, "isa": isa}, torch.bfloat16) for isa in instruction_sets()),
-]
-
-
-@pytest.mark.parametrize(("name", "native", "dtype"), FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_the_largest_scores_are_chosen(
-    case: str, interleaved: bool, name: str, native: dict[str, Any], dtype: torch.dtype
+    case: str, interleaved: bool, name: str, dtype: torch.dtype
 ) -> None:
-    spans, words = CASES[case], TREE if case == "tree" else ()
-    backend = make_backend(name, **native)
-    texts = Texts([*map(sum, spans)], backend=backend, interleaved=interleaved, dtype=dtype)
-    if any(cached for cached, _ in spans):
-        texts.step([(0, cached) for cached, _ in spans])
-    found = iter(texts.step(spans, words))
-    for seq, (cached, new) in enumerate(spans):
-        visible = torch.ones(new, cached + new, dtype=torch.bool).tril(cached)
-        if words and seq + 1 == len(spans):
-            visible[:, cached:] = torch.tensor(words)[:, None] >> torch.arange(new) & 1
-        scores = texts.scores(seq)[cached:].masked_fill(~visible, -torch.inf)
-        for row, seen in zip(scores, visible, strict=True):
-            right = row.topk(min(TOP, int(seen.sum()))).indices.sort().values
-            assert torch.equal(next(found), right)
-    assert next(found, None) is None
+    check_choice(case, make_backend(name), dtype, interleaved=interleaved)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -147,10 +25,3 @@ def test_a_choice_does_not_depend_on_chunks(name: str) -> None:
     for first, end in ((0, 5), (5, 12), (12, 13), (13, 70)):
         chunked += texts.step([(first, end - first)])
     assert all(torch.equal(*pair) for pair in zip(whole, chunked, strict=True))
-
-
-@needs_native
-def test_of_equal_scores_the_first_are_chosen() -> None:
-    texts = Texts([70], backend=make_backend("cpu"))
-    texts.weights = [torch.zeros_like(texts.weights[0])]
-    assert all(torch.equal(x, torch.arange(len(x))) for x in texts.step([(0, 70)]))

@@ -24,7 +24,7 @@ pytestmark = [
 
 # Only products and attention use AMX; the rest of the emulation is the code of avx512_bf16. Tests
 # that start another Python get the installed kernels there.
-USES_AMX = ("test_amx", "test_attention", "test_linear", "test_pack")
+USES_AMX = ("test_amx", "test_attention", "test_indexer", "test_linear", "test_pack")
 CHOSEN = f"(not amx_emulated or {' or '.join(USES_AMX)}) and not compiler_of_torch"
 
 
