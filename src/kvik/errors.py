@@ -55,20 +55,16 @@ class Overflow(NamedTuple):  # a dataclass would make `kvik --help` slower
 
 
 class ParamError(KvikError):
-    """A sampling parameter or prompt that the engine refuses.
-
-    Attributes:
-        overflow: the counts, if the prompt, or prompt and requested output together, do not fit
-            into the context.
-        code: one word for programs; "": none.
-    """
+    """A sampling parameter or prompt that the engine refuses."""
 
     def __init__(
         self, field: str, message: str, *, overflow: Overflow | None = None, code: str = ""
     ) -> None:
         super().__init__(field, message)
+        # The counts, if the prompt, or prompt and requested output together, do not fit into the
+        # context.
         self.overflow = overflow
-        self.code = code
+        self.code = code  # one word for programs; "": none
 
 
 def describe(error: Exception) -> str:

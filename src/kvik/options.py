@@ -24,19 +24,12 @@ NO_FACTS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Kind:
-    """The values that an option takes.
+    """The values that an option takes."""
 
-    Attributes:
-        expects: completes the sentence "must be ..." about its text.
-        metavar: short placeholder of a value.
-        repeats: the option may be given several times; each text is one entry.
-        hashed: its values can be hashed; if not, equal values still compare equal.
-    """
-
-    expects = "text"
-    metavar = "TEXT"
-    repeats = False
-    hashed = True
+    expects = "text"  # completes the sentence "must be ..." about its text
+    metavar = "TEXT"  # short placeholder of a value
+    repeats = False  # the option may be given several times; each text is one entry
+    hashed = True  # its values can be hashed; if not, equal values still compare equal
 
     @property
     def limits(self) -> str:

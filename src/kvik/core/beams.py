@@ -59,13 +59,7 @@ class _Ended:
 
 
 class BeamSearch:
-    """The search of one request.
-
-    Attributes:
-        requests: of the current round, in the order of the beams; empty: the search is over.
-        failed: the last delta of the first request that ended without a token, and the search with
-            it; None: there is none.
-    """
+    """The search of one request."""
 
     def __init__(self, first: Request) -> None:
         """
@@ -85,7 +79,10 @@ class BeamSearch:
         self._report: RequestReport | None = None  # of the first request
         self._prompt: PromptUse | None = None
         self._num_preemptions = 0
+        # Of the current round, in the order of the beams; empty: the search is over.
         self.requests = [self._request(0, first.token_ids[:])]
+        # The last delta of the first request that ended without a token, and the search with it;
+        # None: there is none.
         self.failed: RequestDelta | None = None
 
     def take(self, delta: RequestDelta) -> None:

@@ -35,16 +35,13 @@ class StateCheckpoint:
 
 
 class CheckpointTable:
-    """Maps prefixes to checkpoints.
-
-    Attributes:
-        for_tiers: prefixes of published checkpoints that tiers should keep, since the list was last
-            emptied; None: there are no tiers.
-    """
+    """Maps prefixes to checkpoints."""
 
     def __init__(self, count: int, block_size: int) -> None:
         self.count = count
         self.block_size = block_size
+        # Prefixes of published checkpoints that tiers should keep, since the list was last emptied;
+        # None: there are no tiers.
         self.for_tiers: list[bytes] | None = None
         self._free = list(range(count - 1, -1, -1))
         self._by_hash: dict[bytes, int] = {}  # of the prefix; least recently used first

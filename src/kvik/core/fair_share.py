@@ -46,22 +46,16 @@ class Account:
 
 
 class FairShare:
-    """The service that each tenant got, and the order in which to serve them next.
-
-    Attributes:
-        newcomers: requests that go first, in order of arrival.
-        num_active: tenants with unfinished requests.
-        virtual_time: service of the least served tenant that has work waiting.
-    """
+    """The service that each tenant got, and the order in which to serve them next."""
 
     def __init__(self, kv: KVCacheManager, policy: Policy, max_num_seqs: int) -> None:
         self.kv = kv
         self.policy = policy
         self.max_num_seqs = max_num_seqs
         self.accounts: dict[str, Account] = {}
-        self.newcomers: dict[Request, None] = {}
-        self.num_active = 0
-        self.virtual_time = 0
+        self.newcomers: dict[Request, None] = {}  # requests that go first, in order of arrival
+        self.num_active = 0  # tenants with unfinished requests
+        self.virtual_time = 0  # service of the least served tenant that has work waiting
         self._num_lifts = 0
         self._service: Counter[str] | None = None  # service since `take_service`; None: not counted
 

@@ -38,10 +38,6 @@ class KVCacheManager:
 
     All tables of a request have the same length, one entry per `block_size` tokens; entries that
     slid out of a window, or that a budget dropped, are the null block.
-
-    Attributes:
-        committed: (key, hash of the block before, block) for each block published since the list
-            was last emptied; None: there are no tiers.
     """
 
     def __init__(self, config: CacheConfig) -> None:
@@ -50,6 +46,8 @@ class KVCacheManager:
         self.groups = config.groups
         self.caching = config.enable_prefix_caching
         self.pool = BlockPool(config.num_blocks)
+        # (key, hash of the block before, block) for each block published since the list was last
+        # emptied; None: there are no tiers.
         self.committed: list[tuple[BlockKey, bytes, int]] | None = None
         self.pins = PinTable(self.pool, config)
         # None: no layer keeps a state.

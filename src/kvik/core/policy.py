@@ -23,12 +23,9 @@ class Policy:
     """Order of requests; the scheduler does the rest.
 
     This is first come, first served with continuous batching; the other policies override parts.
-
-    Attributes:
-        batches: no request joins a running batch.
     """
 
-    batches = False
+    batches = False  # no request joins a running batch
 
     def order(self, request: Request) -> tuple[float, int]:
         """Return the request's key; called once, when it arrives."""

@@ -73,38 +73,28 @@ class _Sent:
 
 
 class _Replica:
-    """What is known of a replica.
-
-    Attributes:
-        key: hash of its name, for rendezvous hashing.
-        holds: pieces that its cache is believed to hold, expected ones included.
-        expected: those of them that it has not reported, and when that belief expires, in this
-            order.
-        number: of the last report of changes; -1: a full report is needed.
-        backlog: prompt tokens of requests sent whose first token has not come.
-        unfinished: number of requests.
-        seconds: cost of its backlog and of how full it is.
-        rate: tokens per second, as reported or measured; None: neither.
-        per_token: cost of a prompt token in seconds.
-        trust: tokens that were in its cache, per token believed to be there.
-    """
+    """What is known of a replica."""
 
     def __init__(self, name: str) -> None:
+        # Hash of its name, for rendezvous hashing.
         self.key = derive_seed(crc32(name.encode("utf-8", "surrogatepass")), 1) & _MASK
+        # Pieces that its cache is believed to hold, expected ones included.
         self.holds: set[bytes] = set()
-        self.expected: OrderedDict[bytes, float] = OrderedDict()  # the first entry is found at once
-        self.number = -1
+        # Those of them that it has not reported, and when that belief expires, in this order; the
+        # first entry is found at once.
+        self.expected: OrderedDict[bytes, float] = OrderedDict()
+        self.number = -1  # of the last report of changes; -1: a full report is needed
         self.reports = False
-        self.backlog = 0.0
-        self.unfinished = 0
+        self.backlog = 0.0  # prompt tokens of requests sent whose first token has not come
+        self.unfinished = 0  # number of requests
         self.kv_usage = 0.0
         self.told_rate: float | None = None
-        self.rate: float | None = None
+        self.rate: float | None = None  # tokens per second, as reported or measured; None: neither
         self.measured = RunningRatio()
         self.last_begun = float("-inf")
-        self.seconds = 0.0
-        self.per_token = 1 / INITIAL_RATE
-        self.trust = RunningRatio()
+        self.seconds = 0.0  # cost of its backlog and of how full it is
+        self.per_token = 1 / INITIAL_RATE  # cost of a prompt token in seconds
+        self.trust = RunningRatio()  # tokens that were in its cache, per token believed to be there
         self.trusted = 1.0
 
 

@@ -103,33 +103,25 @@ class Step:
 
 
 class Scheduler:
-    """Plans steps, processes their results, and owns all requests from arrival to end.
-
-    Attributes:
-        running: requests with a slot, sorted by `order`.
-        drafts: acceptance of all drafts.
-        shares: the service of each tenant.
-        clock: how long steps take.
-        moves: between the cache and its tiers; None: it has none.
-        in_flight: planned steps without a result, oldest first.
-        more_expected: more requests may arrive, so a batch may wait for them.
-    """
+    """Plans steps, processes their results, and owns all requests from arrival to end."""
 
     def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
         self.config = config
         self.kv = KVCacheManager(cache)
         self.policy = make_policy(config, lambda request: self.kv.match(request).num_tokens)
         self.waiting = WaitingQueue(config.max_queued_requests, config.max_queued_tokens)
-        self.running: list[Request] = []
+        self.running: list[Request] = []  # requests with a slot, sorted by `order`
         self.counters = SchedulerCounters()
-        self.drafts = DraftCounts()
+        self.drafts = DraftCounts()  # acceptance of all drafts
+        # The service of each tenant.
         self.shares = FairShare(self.kv, self.policy, config.max_num_seqs)
-        self.clock = StepClock()
+        self.clock = StepClock()  # how long steps take
         self.deadlines = Deadlines()
         self.meter = WorkMeter(cache.groups)
+        # Between the cache and its tiers; None: it has none.
         self.moves = Moves(self.kv, config.max_num_seqs) if cache.tiers is not None else None
-        self.in_flight: deque[Step] = deque()
-        self.more_expected = True
+        self.in_flight: deque[Step] = deque()  # planned steps without a result, oldest first
+        self.more_expected = True  # more requests may arrive, so a batch may wait for them
         self._num_added = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []  # since the last plan; not sent to workers yet

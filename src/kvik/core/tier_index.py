@@ -59,18 +59,11 @@ class Rate:
 
 
 class Tier:
-    """The pages of one tier, least recently used first.
-
-    Attributes:
-        capacity: bytes.
-        size: bytes of all pages, including those being stored.
-        storing: bytes of those being stored.
-        log: notes which pages can be loaded; None: not needed.
-    """
+    """The pages of one tier, least recently used first."""
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.size = self.storing = 0
+        self.capacity = capacity  # bytes
+        self.size = self.storing = 0  # bytes of all pages, and of those of them being stored
         # Pages that can be loaded -> bytes. Finding the first entry of a dict would take longer the
         # more were removed before it.
         self.pages: OrderedDict[PageKey, int] = OrderedDict()
@@ -78,7 +71,7 @@ class Tier:
         self.busy: Counter[PageKey] = Counter()  # how many loads read them
         self.counters = TierCounters()
         self.rate = Rate()
-        self.log: ContentLog | None = None
+        self.log: ContentLog | None = None  # notes which pages can be loaded; None: not needed
 
     def begin(self, key: PageKey, size: int) -> list[PageKey] | None:
         """Reserve room for a page to be stored. Returns the pages evicted for it; None: it is there
@@ -150,18 +143,13 @@ class Tier:
 
 
 class TierIndex:
-    """The pages of all tiers.
-
-    Attributes:
-        tiers: memory, disk and other engines, as configured, fastest first. Pages of other engines
-            are not listed here: requests name them.
-        drops: pages of the disk tier to delete.
-        off: why the disk tier is turned off; "": it is not.
-    """
+    """The pages of all tiers."""
 
     def __init__(self, sizes: TierSizes) -> None:
         self.sizes = sizes
         largest = max(sizes.page_bytes)
+        # Memory, disk and other engines, as configured, fastest first. Pages of other engines are
+        # not listed here: requests name them.
         self.tiers: dict[str, Tier] = {}
         if sizes.memory:  # a place for each page, however small it is
             self.tiers[MEMORY] = Tier(sizes.memory * largest)
@@ -173,8 +161,8 @@ class TierIndex:
         self._free = list(range(sizes.memory - 1, -1, -1))
         self._places: dict[PageKey, int] = {}
         self._read_places: dict[PageKey, int] = {}  # places of removed pages that loads still read
-        self.drops: list[PageKey] = []
-        self.off = ""
+        self.drops: list[PageKey] = []  # pages of the disk tier to delete
+        self.off = ""  # why the disk tier is turned off; "": it is not
 
     def log_to(self, log: ContentLog) -> None:
         """Note all pages in memory in a log, and from now on all changes. Pages on the disk are the

@@ -29,36 +29,24 @@ from kvik.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """The vector of a prompt.
-
-    Attributes:
-        embedding: [hidden].
-        num_cached_tokens: of the prompt, found in the prefix cache.
-        num_preemptions: how often it lost its blocks and started again.
-    """
+    """The vector of a prompt."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: Sequence[int]
-    embedding: list[float]
-    num_cached_tokens: int
-    num_preemptions: int
+    embedding: list[float]  # [hidden]
+    num_cached_tokens: int  # of the prompt, found in the prefix cache
+    num_preemptions: int  # how often it lost its blocks and started again
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreOutput:
-    """The score of a pair of texts.
-
-    Attributes:
-        prompt_token_ids: of both, as the model read them.
-        score: larger is better; in 0..1 unless the model's files name another function.
-        num_cached_tokens: of the prompt, found in the prefix cache.
-    """
+    """The score of a pair of texts."""
 
     request_id: str
-    prompt_token_ids: Sequence[int]
-    score: float
-    num_cached_tokens: int
+    prompt_token_ids: Sequence[int]  # of both, as the model read them
+    score: float  # larger is better; in 0..1 unless the model's files name another function
+    num_cached_tokens: int  # of the prompt, found in the prefix cache
 
 
 def _sigmoid(x: float) -> float:
@@ -96,13 +84,7 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One finished completion. `token_ids` hold the token that ended it, `text` does not.
-
-    Attributes:
-        speculation: how many drafts were made for it and accepted at each place, the tokens per
-            check of drafts (`drafts.mean_length`), and the estimated speedup. None: no speculation
-            in this engine or for this request.
-    """
+    """One finished completion. `token_ids` hold the token that ended it, `text` does not."""
 
     index: int
     text: str
@@ -111,6 +93,9 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the stop string or stop id that ended it
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    # How many drafts were made for it and accepted at each place, the tokens per check of drafts
+    # (`drafts.mean_length`), and the estimated speedup. None: no speculation in this engine or for
+    # this request.
     speculation: RequestSpeculation | None = None
 
 

@@ -158,19 +158,11 @@ class EngineLink:
         config: of the engine.
         source: connects engines.
         name: of one of several engines; "": it is the only one.
-
-    Attributes:
-        number: of the engine among several.
-        requests: those sent to the engine, by id, until their last delta; the owner removes them.
-        signs_of_life: counter that is 0 until an engine was ready, and grows while the engine makes
-            progress or has a reason to wait.
-        step_limit: seconds that the steps in flight may take; None: unknown.
-        num_starts: how often an engine became ready; more than once: it was restarted.
     """
 
     state = EngineState.STARTING
     reason = "the engine has not been started"
-    num_starts = 0
+    num_starts = 0  # how often an engine became ready; more than once: it was restarted
 
     def __init__(
         self,
@@ -181,8 +173,9 @@ class EngineLink:
         name: str = "",
     ) -> None:
         self.source = source
-        self.number = number
+        self.number = number  # of the engine among several
         self.name = name
+        # Those sent to the engine, by id, until their last delta; the owner removes them.
         self.requests: dict[str, SentRequest] = {}
         self._owner = owner
         self._queries: dict[int, asyncio.Future[msgspec.Raw]] = {}
@@ -192,7 +185,10 @@ class EngineLink:
         self._ended: list[EngineStats] = []  # counters of all engines that have ended, as one
         self._socket: ClientSocket | None = None
         self._steps = 0
+        # Counter that is 0 until an engine was ready, and grows while the engine makes progress or
+        # has a reason to wait.
         self.signs_of_life = 0
+        # Seconds that the steps in flight may take; None: unknown.
         self.step_limit: float | None = None
 
     # -- for the owner ---------------------------------------------------------------------------

@@ -100,19 +100,15 @@ Progress = Callable[[int, int], None]  # tokens scored, tokens to score
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The quality of a model on some texts.
+    """The quality of a model on some texts."""
 
-    Attributes:
-        window, stride: as in `windows.py`, in tokens.
-        losses: [scored tokens] fp32, each token's -log probability in nats.
-        divergence: mean over tokens of KL(reference || model) in nats; None without a reference.
-        agreement: share of tokens where both models' likeliest next token is the same.
-    """
-
+    # window, stride: as in `windows.py`, in tokens.
     window: int
     stride: int
-    losses: np.ndarray
+    losses: np.ndarray  # [scored tokens] fp32, each token's -log probability in nats
+    # Mean over tokens of KL(reference || model) in nats; None without a reference.
     divergence: float | None = None
+    # Share of tokens where both models' likeliest next token is the same.
     agreement: float | None = None
 
     @property

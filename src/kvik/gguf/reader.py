@@ -43,12 +43,7 @@ _U64 = struct.Struct("<Q")
 
 
 class Cursor:
-    """A position in a file that is read forwards, as far as needed and a little ahead.
-
-    Attributes:
-        data: the bytes of the file read so far, from its start.
-        at: offset of the next byte.
-    """
+    """A position in a file that is read forwards, as far as needed and a little ahead."""
 
     def __init__(self, file: FileIO, name: str, size: int) -> None:
         """
@@ -59,8 +54,8 @@ class Cursor:
         self._file = file
         self._name = name
         self._size = size
-        self.data = bytearray()
-        self.at = 0
+        self.data = bytearray()  # the bytes of the file read so far, from its start
+        self.at = 0  # offset of the next byte
 
     @property
     def num_left(self) -> int:

@@ -25,15 +25,12 @@ class Truncation:
     """Rules that drop unlikely tokens, applied in this order.
 
     Each is a tensor of [n] rows, or None if no row uses the rule.
-
-    Attributes:
-        top_k: int64 from 1; the vocabulary size means off.
-        top_p, typical_p: float64 in (0, 1]; 1 means off.
-        min_p: float32 in [0, 1]; 0 means off.
     """
 
-    top_k: Tensor | None = None
+    top_k: Tensor | None = None  # int64 from 1; the vocabulary size means off
+    # top_p, typical_p: float64 in (0, 1]; 1 means off.
     top_p: Tensor | None = field(default=None, metadata={"off": 1})
+    # float32 in [0, 1]; 0 means off.
     min_p: Tensor | None = field(default=None, metadata={"off": 0})
     typical_p: Tensor | None = field(default=None, metadata={"off": 1})
 

@@ -29,11 +29,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class TorchGroup:
-    """The processes, as seen by one of them. All make the same calls in the same order.
-
-    Attributes:
-        matrices, numbers: how many matrices were divided, and their total number of weights.
-    """
+    """The processes, as seen by one of them. All make the same calls in the same order."""
 
     def __init__(self, processes: Any, rank: int, size: int) -> None:
         """
@@ -41,6 +37,7 @@ class TorchGroup:
             processes: a `ProcessGroupGloo` or `ProcessGroupNCCL`.
         """
         self.rank, self.size = rank, size
+        # How many matrices were divided, and their total number of weights.
         self.matrices = self.numbers = 0
         self._processes = processes
 

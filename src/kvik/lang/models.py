@@ -21,17 +21,12 @@ SECONDS = 600.0  # longest silence of a server
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A generated text.
-
-    Attributes:
-        token_ids: of the text, and possibly of the token that ended it.
-        cut: a stop string ended it, so that the ids do not match the text.
-    """
+    """A generated text."""
 
     text: str
-    token_ids: list[int]
+    token_ids: list[int]  # of the text, and possibly of the token that ended it
     finish_reason: str
-    cut: bool
+    cut: bool  # a stop string ended it, so that the ids do not match the text
 
 
 class LocalModel:

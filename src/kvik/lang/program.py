@@ -86,11 +86,6 @@ class State:
     It holds token ids, and almost always only appends, so that computed tokens stay in the prefix
     cache; only if a text continues the last token, the last ids are replaced. In a conversation
     (`system`, `user`, `assistant`) the chat template writes the text between turns.
-
-    Attributes:
-        text: the whole text so far.
-        scores: name -> scores of the choices of `select`.
-        error: the exception that ended the program in `run_batch`; None: none.
     """
 
     def __init__(
@@ -99,8 +94,9 @@ class State:
         stops: Sequence[threading.Event] = (),
         listener: Listener | None = None,
     ) -> None:
-        self.text = ""
-        self.scores: dict[str, dict[str, float]] = {}
+        self.text = ""  # the whole text so far
+        self.scores: dict[str, dict[str, float]] = {}  # name -> scores of the choices of `select`
+        # The exception that ended the program in `run_batch`; None: none.
         self.error: Exception | None = None
         self._model, self._stops, self._listener = model, stops, listener
         self._ids: list[int] = []

@@ -439,9 +439,6 @@ class Predictor:
 
     A forward reads the hidden states of the tokens before its tokens from `hidden`; its own hidden
     state may take the place of the model's to predict one more token.
-
-    Attributes:
-        hidden: [most tokens of a step, hidden], which the worker allocates.
     """
 
     def __init__(
@@ -465,6 +462,7 @@ class Predictor:
         self.hidden_first = names.hidden_first
         self.model = model
         self.turned = model.turned[spec.last_attending]
+        # [most tokens of a step, hidden], which the worker allocates.
         self.hidden: Tensor | None = None
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:

@@ -38,10 +38,6 @@ class Eagle3Head:
 
     A forward reads `hidden`: the model's residual streams of the tokens before, as `onward` joins
     them, or the head's own.
-
-    Attributes:
-        hidden: [most tokens of a step, hidden], which the worker allocates.
-        embed_target: ids [tokens] -> [tokens, hidden], of the model.
     """
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:
@@ -66,7 +62,9 @@ class Eagle3Head:
         self.ropes = [builder.rope(rope, width) for rope, width in spec.rotations]
         builder.ignore("embed_tokens.weight", "d2t", "t2d")
         self.normed = spec.wiring == NORMED
+        # [most tokens of a step, hidden], which the worker allocates.
         self.hidden: Tensor | None = None
+        # ids [tokens] -> [tokens, hidden], of the model.
         self.embed_target: Callable[[Tensor], Tensor] | None = None
 
     def onward(self, hidden: Tensor, taps: Sequence[Tensor]) -> Tensor:

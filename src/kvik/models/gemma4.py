@@ -182,10 +182,6 @@ class Gemma4Assistant(Decoder):
 
     The published small ones may choose likely tokens by clusters, to read fewer rows of the output
     matrix; here all rows are read.
-
-    Attributes:
-        hidden: [most tokens of a step, width], which the worker allocates.
-        embed_target: ids [rows] -> [rows, width], of the model.
     """
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:
@@ -201,7 +197,9 @@ class Gemma4Assistant(Decoder):
         scales = replace(spec.scales, logits_cap=None)
         spec = replace(spec, embedding_size=hidden, scales=scales)
         super().__init__(spec, builder, Gemma4Layer, scopes=("model",))
+        # [most tokens of a step, width], which the worker allocates.
         self.hidden: Tensor | None = None
+        # ids [rows] -> [rows, width], of the model.
         self.embed_target: Callable[[Tensor], Tensor] | None = None
 
     def onward(self, hidden: Tensor, taps: Sequence[Tensor]) -> Tensor:

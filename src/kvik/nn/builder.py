@@ -114,26 +114,20 @@ KV_SCALES = ("q_scale", "k_scale", "v_scale", "kv_scale")
 
 @dataclass(frozen=True, slots=True)
 class DeclaredTensor:
-    """A tensor the checkpoint must hold.
+    """A tensor the checkpoint must hold."""
 
-    Attributes:
-        name, shape: in the checkpoint.
-        dtype, because: as in `StoredTensor`.
-        kind: "matrix", "gain" or "bias": how random weights initialise it.
-        selection: the part to read.
-        fill: takes the index of the first row and the values from there, or all selected values at
-            once; keeps no reference.
-        transposed: a matrix of [inputs, outputs].
-    """
-
+    # name, shape: in the checkpoint.
     name: str
     shape: tuple[int, ...]
+    # dtype, because: as in `StoredTensor`.
     dtype: torch.dtype
-    kind: str
-    selection: Selection
+    kind: str  # "matrix", "gain" or "bias": how random weights initialise it
+    selection: Selection  # the part to read
+    # Takes the index of the first row and the values from there, or all selected values at once;
+    # keeps no reference.
     fill: Callable[[int, Tensor], None]
     because: str = ""
-    transposed: bool = False
+    transposed: bool = False  # a matrix of [inputs, outputs]
 
 
 @dataclass(slots=True)

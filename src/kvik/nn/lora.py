@@ -362,11 +362,7 @@ class LayerSlots:
 
 
 class AdapterSlots:
-    """Memory for the adapters from which requests choose: slots, each for one adapter.
-
-    Attributes:
-        elsewhere: prefixes of names of layers that other processes have.
-    """
+    """Memory for the adapters from which requests choose: slots, each for one adapter."""
 
     def __init__(
         self,
@@ -391,6 +387,7 @@ class AdapterSlots:
         self._ops, self._dtype, self._device = ops, dtype, device
         self._spec = spec
         self._layers: list[LayerSlots] = []
+        # Prefixes of names of layers that other processes have.
         self.elsewhere: Collection[str] = ()
 
     def of(

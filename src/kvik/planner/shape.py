@@ -26,28 +26,22 @@ UNQUANTIZED_ROLES: frozenset[str] = UNQUANTISED | {"embedding", "positions"}
 
 @dataclass(frozen=True, slots=True)
 class MatrixGroup:
-    """Equal weight matrices of one role. For a table, `inputs` is its width, `outputs` its rows.
+    """Equal weight matrices of one role. For a table, `inputs` is its width, `outputs` its rows."""
 
-    Attributes:
-        role: "embedding", "positions", "qkv", "o", "gate_up", "down", "head"; with experts
-            "router", "expert_gate_up", "expert_down", and "shared_gate_up", "shared_down" with
-            their "shared_gate"; with MLA "q_down", "q_up", "kv_down", "kv_up"; with gated delta
-            nets "gates" and "wide_gates"; "up" in place of "gate_up" where there is no gate; "" for
-            the projection between layers and an embedding that is narrower.
-        count: matrices in the whole model: layers, times experts where routed.
-        experts: per layer, `active` of them per token; 0: every token uses the matrix.
-        multiplied: False for a lookup table.
-        stored: numbers of outputs, and the kind in which the engine loads them from the checkpoint;
-            (): it is not quantised, or not known to the engine.
-    """
-
+    # "embedding", "positions", "qkv", "o", "gate_up", "down", "head"; with experts "router",
+    # "expert_gate_up", "expert_down", and "shared_gate_up", "shared_down" with their "shared_gate";
+    # with MLA "q_down", "q_up", "kv_down", "kv_up"; with gated delta nets "gates" and "wide_gates";
+    # "up" in place of "gate_up" where there is no gate; "" for the projection between layers and an
+    # embedding that is narrower.
     role: str
-    count: int
+    count: int  # matrices in the whole model: layers, times experts where routed
     inputs: int
     outputs: int
-    experts: int = 0
+    experts: int = 0  # per layer, `active` of them per token; 0: every token uses the matrix
     active: int = 0
-    multiplied: bool = True
+    multiplied: bool = True  # False for a lookup table
+    # Numbers of outputs, and the kind in which the engine loads them from the checkpoint; (): it is
+    # not quantised, or not known to the engine.
     stored: tuple[tuple[int, WeightKind | None], ...] = ()
 
     @property

@@ -85,12 +85,7 @@ class Tap:
 
 
 class Block:
-    """A decoder block.
-
-    Attributes:
-        layers: its linear layers, in the order of the model.
-        tensors: its other tensors in the checkpoint, by name: norms and biases.
-    """
+    """A decoder block."""
 
     def __init__(
         self,
@@ -117,6 +112,7 @@ class Block:
         self._device, self._dtype = device, dtype
         self._declared: dict[str, DeclaredTensor] = {}
         self._transposed: dict[str, bool] = {}  # whether the checkpoint stores a layer transposed
+        # Its other tensors in the checkpoint, by name: norms and biases.
         self.tensors: dict[str, Tensor] = {}
         layers: list[BlockLinear] = []
         for declared in builder.declared.tensors:
@@ -135,7 +131,7 @@ class Block:
             self._declared[layer], self._transposed[layer] = declared, transposed
             layers.append(BlockLinear(layer, number, weight, transposed))
         self._tap.filled.clear()
-        self.layers = tuple(layers)
+        self.layers = tuple(layers)  # its linear layers, in the order of the model
 
     def set_weight(self, layer: str, weight: Tensor) -> None:
         """Replace the weight of a layer: [outputs, inputs], any float dtype."""

@@ -25,13 +25,6 @@ class InputStatistics:
 
     Products within a batch are summed in fp32, batches in fp64, because an fp32 sum of millions of
     squares drifts. Batches should be large: each one passes over the whole second moment.
-
-    Attributes:
-        inputs, tokens: their numbers.
-        abs_sum: [inputs] fp64, the sum of |x|.
-        absmax: [inputs] fp32.
-        sample: [up to `sample_size`, inputs] fp32, a uniform sample of all tokens. It depends only
-            on their positions in the stream, not on the batches.
     """
 
     def __init__(
@@ -46,11 +39,15 @@ class InputStatistics:
         Args:
             moment: whether to keep the second moment, by far the largest part.
         """
+        # inputs, tokens: their numbers.
         self.inputs = inputs
         self.tokens = 0
         self.sample_size = sample_size
+        # [inputs] fp64, the sum of |x|.
         self.abs_sum = torch.zeros(inputs, dtype=torch.float64, device=device)
-        self.absmax = torch.zeros(inputs, device=device)
+        self.absmax = torch.zeros(inputs, device=device)  # [inputs] fp32
+        # [up to `sample_size`, inputs] fp32, a uniform sample of all tokens. It depends only on
+        # their positions in the stream, not on the batches.
         self.sample = torch.empty(0, inputs, device=device)
         self._keys = torch.empty(0, dtype=torch.int64, device=device)
         # x^T x; only the blocks on and below the diagonal are updated

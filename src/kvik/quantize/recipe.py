@@ -45,41 +45,33 @@ MANY = 8  # with a budget: bits of the most sensitive layers
 class Recipe:
     """How the linear layers of all blocks are quantised; head and embedding never are.
 
-    Attributes:
-        bits: of a code; fp8 and smoothquant have 8.
-        group_size: inputs that share a scale; -1: all of them. With fp8 128 means blocks of
-            128 x 128, and 0 one scale for the layer.
-        symmetric: no zero points.
-        act_order: GPTQ rounds the columns with the largest inputs first.
-        static_groups: with `act_order`: groups stay contiguous in the layer.
-        damping: of GPTQ, a share of the mean diagonal.
-        smoothing: alpha of SmoothQuant.
-        activation_scheme: of fp8: "dynamic", a scale for each token (and block of inputs); or
-            "static", one for each layer, from calibration.
-        fp8_format: of the weights. Activations are E4M3; with weights in E5M2 they stay floats.
-        skip: name patterns of layers that stay floats; * matches any characters, ? any one.
-        average_bits: mean bits of a code over all quantised weights: each layer has `bits` or 8;
-            the most sensitive ones have 8. None: all have `bits`.
-        layer_bits: the result of `average_bits`: layers whose bits differ from `bits`. Layers that
-            the engine multiplies as one matrix (q, k and v; gate and up) have equal bits, or it
-            would run them as floats.
-
     Raises:
         ConfigError: a field has a value that is not allowed, or not with this method.
     """
 
     method: Method
-    bits: int = 4
+    bits: int = 4  # of a code; fp8 and smoothquant have 8
+    # Inputs that share a scale; -1: all of them. With fp8 128 means blocks of 128 x 128, and 0 one
+    # scale for the layer.
     group_size: int = 128
-    symmetric: bool = True
-    act_order: bool = False
-    static_groups: bool = False
-    damping: float = DAMPING
-    smoothing: float = SMOOTHING
+    symmetric: bool = True  # no zero points
+    act_order: bool = False  # GPTQ rounds the columns with the largest inputs first
+    static_groups: bool = False  # with `act_order`: groups stay contiguous in the layer
+    damping: float = DAMPING  # of GPTQ, a share of the mean diagonal
+    smoothing: float = SMOOTHING  # alpha of SmoothQuant
+    # Of fp8: "dynamic", a scale for each token (and block of inputs); or "static", one for each
+    # layer, from calibration.
     activation_scheme: ActivationScheme = "dynamic"
+    # Of the weights. Activations are E4M3; with weights in E5M2 they stay floats.
     fp8_format: Fp8Format = "e4m3"
+    # Name patterns of layers that stay floats; * matches any characters, ? any one.
     skip: tuple[str, ...] = ()
+    # Mean bits of a code over all quantised weights: each layer has `bits` or 8; the most sensitive
+    # ones have 8. None: all have `bits`.
     average_bits: float | None = None
+    # The result of `average_bits`: layers whose bits differ from `bits`. Layers that the engine
+    # multiplies as one matrix (q, k and v; gate and up) have equal bits, or it would run them as
+    # floats.
     layer_bits: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

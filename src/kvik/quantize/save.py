@@ -276,17 +276,13 @@ def check_folder(folder: Path) -> None:
 
 
 class Output:
-    """The folder that a run saves into.
-
-    Attributes:
-        work: folder for the calibration's files between blocks.
-    """
+    """The folder that a run saves into."""
 
     def __init__(self, folder: Path, source: Source) -> None:
         self.folder = folder
         self._source = source
         self._state = folder / STATE
-        self.work = self._state / "work"
+        self.work = self._state / "work"  # folder for the calibration's files between blocks
 
     @contextmanager
     def begin(self, run: Mapping[str, object]) -> Iterator[None]:

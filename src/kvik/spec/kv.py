@@ -105,19 +105,16 @@ class IndexSpec:
     """An indexer, which chooses the keys that a query reads (DeepSeek Sparse Attention, DeepSeek-AI
     2025, arXiv 2512.02556, section 2.1). Its score of a key is the sum over its heads of a weight
     of the query times relu(q k / sqrt(dim)) / sqrt(heads).
-
-    Attributes:
-        heads, dim: of its queries; all have the same key.
-        top: most keys that a query reads: those with the largest scores.
-        interleaved: neighbouring channels are rotated together, else those of two halves.
-        shared: the layer has no indexer: it reads the keys that the last one before it chose
-            (IndexShare, arXiv 2603.12201).
     """
 
+    # heads, dim: of its queries; all have the same key.
     heads: int
     dim: int
-    top: int
+    top: int  # most keys that a query reads: those with the largest scores
+    # Neighbouring channels are rotated together, else those of two halves.
     interleaved: bool = False
+    # The layer has no indexer: it reads the keys that the last one before it chose (IndexShare,
+    # arXiv 2603.12201).
     shared: bool = False
 
 

@@ -50,16 +50,12 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Repeat:
-    """Repetitions of a part.
-
-    Attributes:
-        high: None: any number.
-        run: any number of repetitions, if the part is one character; else None.
-    """
+    """Repetitions of a part."""
 
     part: _Part
     low: int
-    high: int | None
+    high: int | None  # None: any number
+    # Any number of repetitions, if the part is one character; else None.
     run: re.Pattern[str] | None
 
 

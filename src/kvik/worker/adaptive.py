@@ -46,20 +46,14 @@ _PRIOR = 1.0  # initial gain and loss
 
 
 class LossBudget:
-    """The seconds that drafting may lose.
-
-    Attributes:
-        balance: seconds; negative while a loss is being repaid.
-        needed: lowest `balance` at which drafts are tried again.
-        share: of the time without drafts, added now.
-    """
+    """The seconds that drafting may lose."""
 
     __slots__ = ("_lost", "_won", "balance", "needed", "share")
 
     def __init__(self) -> None:
-        self.balance = 0.0
-        self.needed = 0.0
-        self.share = SHARE
+        self.balance = 0.0  # seconds; negative while a loss is being repaid
+        self.needed = 0.0  # lowest `balance` at which drafts are tried again
+        self.share = SHARE  # of the time without drafts, added now
         # Gains and losses of trials, relative to the time without drafts.
         self._won = self._lost = _PRIOR
 
@@ -129,18 +123,14 @@ class StepFigures:
 
 
 class DraftControl:
-    """Decides how many drafts each request gets.
-
-    Attributes:
-        budget: of the time that drafts may lose.
-    """
+    """Decides how many drafts each request gets."""
 
     def __init__(self, max_num_seqs: int, max_drafts: int, max_draft_rows: int) -> None:
         """
         Args:
             max_drafts: per request. max_draft_rows: of all requests in one step.
         """
-        self.budget = LossBudget()
+        self.budget = LossBudget()  # of the time that drafts may lose
         self._acceptance = Acceptance(max_num_seqs, range(-1, max_drafts))
         self._max_num_seqs = max_num_seqs
         self._costs = StepCosts(max_drafts, max_draft_rows)

@@ -27,11 +27,6 @@ from kvik.core.plan import GraphCounts
 class GraphMemory:
     """Memory of all graphs of an engine together. How much the driver needs for a graph is not
     known beforehand, so the plan estimates it, and captures stop when the estimate is used up.
-
-    Attributes:
-        planned, used: bytes.
-        shared: bytes of `used` that all graphs share: those of the first, and `share`.
-        graphs: number of captured graphs.
     """
 
     def __init__(self, planned: int, step: int) -> None:
@@ -39,11 +34,12 @@ class GraphMemory:
         Args:
             step: bytes that a step may need and that must stay free.
         """
+        # planned, used: bytes.
         self.planned = planned
         self.used = 0
-        self.graphs = 0
+        self.graphs = 0  # number of captured graphs
         self._step = step
-        self.shared = 0
+        self.shared = 0  # bytes of `used` that all graphs share: those of the first, and `share`
         self._full = self._reported = False
 
     def changes(self) -> GraphCounts | None:
@@ -242,12 +238,7 @@ Size = TypeVar("Size", bound=Hashable)
 
 
 class Captures(Generic[Size]):
-    """The captured sizes of one function, and the choice of the size to capture next.
-
-    Attributes:
-        captured: replay functions by size.
-        sizes: all sizes, captured or not, ascending.
-    """
+    """The captured sizes of one function, and the choice of the size to capture next."""
 
     def __init__(
         self,
@@ -266,8 +257,8 @@ class Captures(Generic[Size]):
             peers: other processes, which have the same `sizes`. The first process decides what is
                 captured; a size is kept in all processes or in none.
         """
-        self.captured: dict[Size, Callable[[], None]] = {}
-        self.sizes = list(sizes)
+        self.captured: dict[Size, Callable[[], None]] = {}  # replay functions by size
+        self.sizes = list(sizes)  # all sizes, captured or not, ascending
         self._capturer = capturer
         self._call_of = call_of
         self._clock = clock

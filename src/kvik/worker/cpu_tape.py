@@ -12,12 +12,7 @@ from kvik.worker.step_inputs import PARTS, FixedInputs
 
 
 class CpuTape(Graph):
-    """A forward of the largest step as one sequence of native calls, for steps of every size.
-
-    Attributes:
-        ranks: the other processes of a group, in which this one starts each step; None: there are
-            none, or this process does not direct them.
-    """
+    """A forward of the largest step as one sequence of native calls, for steps of every size."""
 
     def __init__(
         self,
@@ -36,6 +31,8 @@ class CpuTape(Graph):
         self.output = output
         self.network = network
         self.inputs = inputs
+        # The other processes of a group, in which this one starts each step; None: there are none,
+        # or this process does not direct them.
         self.ranks: OtherRanks | None = None
         self._has_trees = False  # the inputs have trees of drafts
         # Views of the output by (tokens, samples): most steps have the size of a recent one.

@@ -82,11 +82,7 @@ def own_pages(
 
 
 class PageMemory:
-    """Pages in memory that all processes of an engine map.
-
-    Attributes:
-        rows: [rows, row_bytes] uint8.
-    """
+    """Pages in memory that all processes of an engine map."""
 
     def __init__(self, file: int, opened: OpenPages) -> None:
         """
@@ -97,6 +93,7 @@ class PageMemory:
         self._file = file
         size = HEAD_BYTES + opened.rows * opened.row_bytes
         memory = np.frombuffer(mmap(file, size), np.uint8)
+        # [rows, row_bytes] uint8.
         self.rows = memory[HEAD_BYTES:].reshape(opened.rows, opened.row_bytes)
 
     @staticmethod

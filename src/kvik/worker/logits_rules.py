@@ -25,14 +25,11 @@ class Rule:
 
     Subclasses override what they need; the defaults change nothing. `sampling_table.RULES` lists
     them.
-
-    Attributes:
-        allowed: ids of the only possible tokens; None: all are possible.
-        reads_output: the next token's logits depend on the newest tokens, which must be appended
-            before it is sampled.
     """
 
-    allowed: _Ids | None = None
+    allowed: _Ids | None = None  # ids of the only possible tokens; None: all are possible
+    # The next token's logits depend on the newest tokens, which must be appended before it is
+    # sampled.
     reads_output = False
 
     def __init__(

@@ -100,22 +100,17 @@ class Peers(Protocol):
 
 
 class Loading:
-    """A load under way.
-
-    Attributes:
-        step: of the plan that began it.
-        jobs, peer_jobs: indices of pages that are loaded together.
-        num_left: number of unfinished jobs.
-        failed: indices of pages that could not be loaded.
-    """
+    """A load under way."""
 
     def __init__(self, load: PageLoad, step: int, job_pages: int) -> None:
-        self.load, self.step = load, step
-        self.failed: list[int] = []
+        self.load = load
+        self.step = step  # of the plan that began it
+        self.failed: list[int] = []  # indices of pages that could not be loaded
         at_peer = [i for i, (_, _, place) in enumerate(load.pages) if place == AT_PEER]
         local = [i for i, (_, _, place) in enumerate(load.pages) if place != AT_PEER]
+        # Indices of pages that are loaded together.
         self.jobs, self.peer_jobs = _jobs(local, job_pages), _jobs(at_peer, job_pages)
-        self.num_left = len(self.jobs) + len(self.peer_jobs)
+        self.num_left = len(self.jobs) + len(self.peer_jobs)  # number of unfinished jobs
 
 
 def host_memory(size: int) -> np.ndarray:

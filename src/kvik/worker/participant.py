@@ -52,12 +52,9 @@ class Participant(Generic[T]):
 
     Subclasses override what they need; the defaults do nothing. An error in one row goes into
     `step.result.errors`; an exception from `launch` or `read` ends the whole step.
-
-    Attributes:
-        reads_output: `read` uses the step's `output`, which is kept until then. Steps then do not
-            overlap.
     """
 
+    # `read` uses the step's `output`, which is kept until then. Steps then do not overlap.
     reads_output = False
 
     def enter(self, new: NewRequest) -> None:

@@ -66,11 +66,7 @@ class _LeasedPages:
 
 
 class PageServer:
-    """Serves pages of the memory tier to other engines.
-
-    Attributes:
-        address: address on which it listens.
-    """
+    """Serves pages of the memory tier to other engines."""
 
     def __init__(
         self,
@@ -96,7 +92,7 @@ class PageServer:
         self._open = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._closing = False
         self._listener = LinkListener(where.host, token, where.port)
-        self.address = self._listener.address
+        self.address = self._listener.address  # address on which it listens
         threading.Thread(target=self._listen, name="pages-lend", daemon=True).start()
 
     def lend(self, lease: PageLease) -> None:

@@ -377,12 +377,7 @@ class NativePlatform(Platform):
 
 
 class GpuMemory:
-    """The memory of a GPU that the model and its drafts share: of caches and of captured forwards.
-
-    Attributes:
-        pool: of caches.
-        graphs: of captured forwards.
-    """
+    """Memory of a GPU that the model and its drafts share, for caches and captured forwards."""
 
     def __init__(self, config: ResolvedConfig) -> None:
         self.pool = KVPool(config.memory.kv_cache)

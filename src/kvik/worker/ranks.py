@@ -58,13 +58,9 @@ if TYPE_CHECKING:
 
 
 class Member:
-    """A process other than the engine's, once it has loaded its share of a model.
+    """A process other than the engine's, once it has loaded its share of a model."""
 
-    Attributes:
-        digest: see `GroupMember.digest`.
-    """
-
-    digest = ""
+    digest = ""  # see `GroupMember.digest`
 
     def __init__(
         self,
@@ -308,11 +304,7 @@ class TorchRank(Member):
 
 
 class TorchSteps:
-    """The forwards of a network in such a process.
-
-    Attributes:
-        warm_up: calls that the first process also makes.
-    """
+    """The forwards of a network in such a process."""
 
     def __init__(
         self,
@@ -329,6 +321,7 @@ class TorchSteps:
         """
         self.network, self._group = network, group
         graph, self._inputs = platform.graph(network, sizes, drafts=network.drafts)
+        # Calls that the first process also makes.
         self.warm_up = platform.parts.warm_ups.steps(network, spec, sizes)
         self._graph, self._block_size = graph, config.cache.block_size
 

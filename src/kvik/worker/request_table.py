@@ -25,30 +25,7 @@ class Expected:
 
 
 class RequestTable:
-    """Tokens and block tables by slot, on the host.
-
-    Attributes:
-        token_ids: [slots, max_model_len] int32, prompt and output so far, then drafts.
-        num_tokens, num_computed: [slots] int32, known tokens and those with K/V.
-        num_prompt: [slots] int32.
-        tenants: the cache salt of each slot's request.
-        block_tables: per KV group [slots, max_blocks] int32.
-        shares: of each KV group (`KVGroup.shares`); (): all 1.
-        num_blocks: [groups, slots] int32, filled entries of each block table.
-        draft_tree: the drafts of every row are its first nodes after the root; None: each draft
-            follows the one before it.
-        entered: total number of requests that entered a slot.
-        states: layers keep a state of each request, in the row of its slot.
-        covered: [rows of states] int32, tokens that each state covers, which are fewer than
-            `num_computed` where drafts were accepted; None: states have no drafts.
-        first_keys: [groups, slots] int32, index of the first key that layers with a budget have
-            kept of each request; None: all layers keep all.
-        type_stride: offset of positions in the second text of a prompt (`ModelFacts.type_stride`);
-            0: the model does not distinguish the texts.
-        second_text: [slots] int32, where the second text begins.
-        adapters: [slots] int64, slot of each request's adapter, or `NO_ADAPTER`; None: the model
-            has none.
-    """
+    """Tokens and block tables by slot, on the host."""
 
     def __init__(
         self,
@@ -66,26 +43,41 @@ class RequestTable:
     ) -> None:
         max_blocks = -(-max_model_len // block_size)
         self.block_size = block_size
-        self.states = states
+        self.states = states  # layers keep a state of each request, in the row of its slot
+        # [rows of states] int32, tokens that each state covers, which are fewer than `num_computed`
+        # where drafts were accepted; None: states have no drafts.
         self.covered = np.zeros(covered, np.int32) if covered else None
+        # Offset of positions in the second text of a prompt (`ModelFacts.type_stride`); 0: the
+        # model does not distinguish the texts.
         self.type_stride = type_stride
+        # [slots] int32, where the second text begins.
         self.second_text = np.zeros(max_num_seqs, np.int32)
+        # [slots, max_model_len] int32, prompt and output so far, then drafts.
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
+        # num_tokens, num_computed: [slots] int32, known tokens and those with K/V.
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_computed = np.zeros(max_num_seqs, np.int32)
-        self.num_prompt = np.zeros(max_num_seqs, np.int32)
-        self.tenants = [""] * max_num_seqs
+        self.num_prompt = np.zeros(max_num_seqs, np.int32)  # [slots] int32
+        self.tenants = [""] * max_num_seqs  # the cache salt of each slot's request
+        # Of each KV group (`KVGroup.shares`); (): all 1.
         self.shares = tuple(shares) or (1,) * num_groups
+        # Per KV group [slots, max_blocks] int32.
         self.block_tables = [
             np.zeros((max_num_seqs, max_blocks), np.int32) for _ in range(num_groups)
         ]
+        # [groups, slots] int32, filled entries of each block table.
         self.num_blocks = np.zeros((num_groups, max_num_seqs), np.int32)
+        # [groups, slots] int32, index of the first key that layers with a budget have kept of each
+        # request; None: all layers keep all.
         self.first_keys: np.ndarray | None = None
         if budgets:
             self.first_keys = np.zeros((num_groups, max_num_seqs), np.int32)
+        # [slots] int64, slot of each request's adapter, or `NO_ADAPTER`; None: the model has none.
         self.adapters = np.full(max_num_seqs, NO_ADAPTER, np.int64) if adapters else None
+        # The drafts of every row are its first nodes after the root; None: each draft follows the
+        # one before it.
         self.draft_tree: DraftTree | None = None
-        self.entered = 0
+        self.entered = 0  # total number of requests that entered a slot
         self._entry_number = np.zeros(max_num_seqs, np.int64)  # [slots], running number
 
     def add(self, new: NewRequest) -> None:

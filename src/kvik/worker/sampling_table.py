@@ -30,15 +30,12 @@ from kvik.worker.sampling_batch import (
 
 
 class SeenTokens:
-    """The tokens of each request that its penalties count.
-
-    Attributes:
-        in_prompt: [slots, vocab] bool.
-        counts: [slots, vocab] int32, occurrences in the output.
-    """
+    """The tokens of each request that its penalties count."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        # [slots, vocab] bool.
         self.in_prompt = torch.zeros(max_num_seqs, vocab_size, dtype=torch.bool, device=device)
+        # [slots, vocab] int32, occurrences in the output.
         self.counts = torch.zeros(max_num_seqs, vocab_size, dtype=torch.int32, device=device)
 
     def set(self, slot: int, prompt: Sequence[int], output: Sequence[int]) -> None:

@@ -33,9 +33,6 @@ class Speculator(Participant[None]):
     """Calls a drafter after each step and decides how many drafts it makes.
 
     An exception of the drafter only loses its drafts.
-
-    Attributes:
-        num_drafts: [slots] int64, proposed for each slot's next step.
     """
 
     reads_output = True
@@ -56,6 +53,7 @@ class Speculator(Participant[None]):
         self.sampling = sampling
         slots, self._max_model_len = table.token_ids.shape
         self.control = DraftControl(slots, speculation.num_draft_tokens, speculation.max_draft_rows)
+        # [slots] int64, proposed for each slot's next step.
         self.num_drafts = np.zeros(slots, np.int64)
         self._vocab_size = vocab_size
         # Most drafts in a step; 0: the request wants none.

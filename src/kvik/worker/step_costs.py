@@ -142,12 +142,6 @@ class Curve:
 
     It is linear between 0, 1, 2, 4, 8, ... drafts and never falls. A measurement moves the two
     points around it, each time by less; points beyond all measurements are extrapolated.
-
-    Attributes:
-        max_drafts: largest number of drafts measured.
-        forgotten: steps since the last decay. In each step the curve returns a little towards its
-            first value; otherwise a cost that looks too high to be tried would never be measured
-            again.
     """
 
     def __init__(self, first: float, max_drafts: int) -> None:
@@ -160,7 +154,9 @@ class Curve:
         self._weights = [0.0] * len(self._places)  # number of measurements
         self._heights = [first] * len(self._places)  # running maximum of the values
         self._axis = np.array(self._places, np.float64)
-        self.max_drafts = 0
+        self.max_drafts = 0  # largest number of drafts measured
+        # Steps since the last decay. In each step the curve returns a little towards its first
+        # value; otherwise a cost that looks too high to be tried would never be measured again.
         self.forgotten = 0
 
     def upto(self, drafts: int) -> NDArray[np.float64]:

@@ -232,20 +232,15 @@ def _line(error: Exception) -> str:
 
 
 class TransformersModel:
-    """A model of transformers, as a `Network` without layers of kvik.
-
-    Attributes:
-        module: the model itself.
-        cache: see `CACHES`.
-        in_chunks: a text may be computed in chunks of several tokens; else it is computed token by
-            token after its first chunk.
-    """
+    """A model of transformers, as a `Network` without layers of kvik."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        self.cache = _cache_name(module)
+        self.cache = _cache_name(module)  # see `CACHES`
         arguments = inspect.signature(module.forward).parameters
         self._keeps = "logits_to_keep" in arguments
+        # A text may be computed in chunks of several tokens; else it is computed token by token
+        # after its first chunk.
         self.in_chunks = self._computes_in_chunks()
 
     def step(self, ids: Tensor, cache: Any, *, last: bool) -> tuple[Tensor, Any]:
@@ -339,17 +334,12 @@ def load_transformers(
 class RequestCaches(Participant[None]):
     """The caches of running requests. Caches of ended requests are freed with the next step, or
     when the engine is idle.
-
-    Attributes:
-        by_slot: caches of requests that have begun.
-        scored: slots that need log probabilities of their prompts.
-        all_scored: every token's logits are needed.
     """
 
     def __init__(self) -> None:
-        self.all_scored = False
-        self.by_slot: dict[int, Any] = {}
-        self.scored: set[int] = set()
+        self.all_scored = False  # every token's logits are needed
+        self.by_slot: dict[int, Any] = {}  # caches of requests that have begun
+        self.scored: set[int] = set()  # slots that need log probabilities of their prompts
 
     @property
     def num_bytes(self) -> int:

@@ -33,11 +33,6 @@ class Group:
     """The processes, as seen by one of them.
 
     All make the same calls in the same order, so that shared memory is at the same place in each.
-
-    Attributes:
-        barrier: where they wait for each other.
-        exchanges: number recorded.
-        whole_experts: each expert belongs to one process, undivided.
     """
 
     def __init__(
@@ -52,16 +47,17 @@ class Group:
         """
         Args:
             memory: [bytes] uint8, shared by all, initially zeros.
+            whole_experts: each expert belongs to one process, undivided.
         """
         self.rank, self.size, self.whole_experts = rank, size, whole_experts
         self._native = native
-        self.barrier = Barrier(memory)
+        self.barrier = Barrier(memory)  # where they wait for each other
         self.barrier.open(size)
         rest = memory[BARRIER_BYTES:]
         half = len(rest) // (2 * ALIGNMENT) * ALIGNMENT
         self._recorded, self._aside = SharedPool(rest[:half]), rest[half:]
         self._used = 0  # bytes of `_aside`
-        self.exchanges = 0
+        self.exchanges = 0  # number recorded
 
     @property
     def digest(self) -> str:

@@ -35,12 +35,7 @@ from kvik.worker.step_inputs import StepInputs
 
 
 class CachedHeadNetwork(DraftNetwork):
-    """A head with its inputs, whose forwards read hidden states, too.
-
-    Attributes:
-        hidden: [rows, hidden], what the next forward reads; after it, its own hidden states that
-            give logits.
-    """
+    """A head with its inputs, whose forwards read hidden states, too."""
 
     ahead = 1
 
@@ -56,6 +51,8 @@ class CachedHeadNetwork(DraftNetwork):
     ) -> None:
         super().__init__(graph, inputs, vocabulary, table, max_tokens, max_context)
         self.head = head
+        # [rows, hidden], what the next forward reads; after it, its own hidden states that give
+        # logits.
         self.hidden = torch.empty(0)
 
     def run(self, batch: InputBatch, tokens: Tensor | None = None) -> StepOutput:

@@ -36,20 +36,9 @@ from kvik.worker.step_inputs import StepInputs
 
 
 class DraftNetwork:
-    """A draft model with its inputs and its view of the request table.
+    """A draft model with its inputs and its view of the request table."""
 
-    Attributes:
-        graph: runs its forwards.
-        inputs: of its forwards.
-        table: the target's tokens, with `num_computed` of the draft model.
-        max_tokens: most tokens of one forward.
-        max_context: most positions of the model.
-        has_states: some layers keep a state.
-        mappings, block_tables: names of the inputs of each KV group.
-        ahead: how many places the token that is read is ahead of its place in the cache.
-    """
-
-    ahead = 0
+    ahead = 0  # how many places the token that is read is ahead of its place in the cache
 
     def __init__(
         self,
@@ -68,12 +57,13 @@ class DraftNetwork:
         """
         self.graph = graph
         self.inputs = inputs
-        self.table = table
-        self.max_tokens = max_tokens
-        self.max_context = max_context
-        self.has_states = bool(states.layers)
+        self.table = table  # the target's tokens, with `num_computed` of the draft model
+        self.max_tokens = max_tokens  # most tokens of one forward
+        self.max_context = max_context  # most positions of the model
+        self.has_states = bool(states.layers)  # some layers keep a state
         self._states = states
         groups = range(len(table.block_tables))
+        # mappings, block_tables: names of the inputs of each KV group.
         self.mappings = [f"slot_mapping {group}" for group in groups]
         self.block_tables = [f"block_table {group}" for group in groups]
         self._vocabulary = vocabulary
@@ -109,9 +99,6 @@ class Forwards:
 
     Positions, slots of the cache and lengths of all forwards are computed at once. Slots that get
     more drafts come first, so each forward has the first rows of the one before.
-
-    Attributes:
-        blocks: ids of all blocks that they write to.
     """
 
     def __init__(
@@ -164,7 +151,7 @@ class Forwards:
                 places[begin:end], owners[begin:end] = ends[:rows] + i, slots[:rows]
         index, offsets = np.divmod(places, size)
         block_table = table.block_tables[0]  # of every group
-        self.blocks: np.ndarray = block_table[owners, index]
+        self.blocks: np.ndarray = block_table[owners, index]  # ids of all blocks that they write to
         self._places = places
         self._mapping = self.blocks.astype(np.int64) * size + offsets
         self._lengths = (places + 1).astype(np.int32)
@@ -382,9 +369,6 @@ class Guessing:
 
     On a GPU a draft goes from one forward to the next without a copy to the host, unless rules on
     the host need it.
-
-    Attributes:
-        probs: [sum of drafts, vocab], as `Drafts.probs`; None if no row needs them.
     """
 
     def __init__(
@@ -408,6 +392,7 @@ class Guessing:
         self._drafts = np.empty((len(slots), int(self._counts[0])), np.int64)
         self._drafts.fill(NONE)
         self._device_drafts: Tensor | None = None  # `_found` on the GPU, which then replaces it
+        # [sum of drafts, vocab], as `Drafts.probs`; None if no row needs them.
         self.probs: Tensor | None = None
         self._plain = self._sampling.plain(slots)
         if self._plain:

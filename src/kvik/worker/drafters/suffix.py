@@ -42,16 +42,11 @@ NO_MATCH = SuffixMatch([], 0.0)
 
 
 class SuffixAutomaton:
-    """An automaton of at most two states per token, of about 60 bytes each.
-
-    Attributes:
-        num_tokens: number of appended tokens.
-        last: the state of the whole text.
-    """
+    """An automaton of at most two states per token, of about 60 bytes each."""
 
     def __init__(self) -> None:
-        self.num_tokens = 0
-        self.last = _ROOT
+        self.num_tokens = 0  # number of appended tokens
+        self.last = _ROOT  # the state of the whole text
         self._length = array("i", [0])  # of a state's longest substring
         self._link = array("i", [_NONE])
         self._count = array("i", [0])  # positions where it ends; 0 for the root
