@@ -29,17 +29,9 @@ MAX_TOKENS = 64
 
 @triton.jit
 def shrink_kernel(
-    x,
-    table,
-    ids,
-    partial,
-    experts,
-    rank,
-    inputs,
-    x_stride,
-    RANK: tl.constexpr,
+    x, table, ids, partial, experts, rank, inputs, x_stride, RANK: tl.constexpr,
     SPAN: tl.constexpr,
-):
+):  # fmt: skip
     """grid [tokens, parts]; x [tokens, inputs] -> partial [tokens, parts, RANK] fp32: the sums of A
     x over SPAN inputs each."""
     token = tl.program_id(0).to(tl.int64)
@@ -59,18 +51,9 @@ def shrink_kernel(
 
 @triton.jit
 def expand_kernel(
-    partial,
-    table,
-    ids,
-    y,
-    experts,
-    rank,
-    outputs,
-    parts,
-    RANK: tl.constexpr,
-    PARTS: tl.constexpr,
+    partial, table, ids, y, experts, rank, outputs, parts, RANK: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """grid [tokens, blocks of outputs]; y [tokens, outputs] += B times the sum of `partial`."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.load(ids + token)

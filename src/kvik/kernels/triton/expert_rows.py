@@ -42,15 +42,9 @@ def sort_kernel(ids, order, starts, pairs, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["pairs", "count"])
 def blocks_kernel(
-    starts,
-    blocks,
-    pairs,
-    count,
-    experts,
-    BT: tl.constexpr,
-    EXPERTS: tl.constexpr,
+    starts, blocks, pairs, count, experts, BT: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """grid [count / BLOCK]; starts [experts] -> blocks [3, count] int32: the expert of a block, -1
     for none, and where its pairs begin and end in the order."""
     e = tl.arange(0, EXPERTS)

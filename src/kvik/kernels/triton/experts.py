@@ -69,25 +69,10 @@ def _row_of(pair, pairs, PER: tl.constexpr):
 # Otherwise steps of 1 token, or of a multiple of 16, would be compiled separately.
 @triton.jit(do_not_specialize=["pairs"])
 def float_experts_kernel(
-    x,
-    table,
-    blocks,
-    order,
-    y,
-    pairs,
-    experts,
-    rows,
-    inputs,
-    x_stride,
-    PER: tl.constexpr,
-    BIASED: tl.constexpr,
-    SPAN: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BO: tl.constexpr,
-    BT: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x, table, blocks, order, y, pairs, experts, rows, inputs, x_stride, PER: tl.constexpr,
+    BIASED: tl.constexpr, SPAN: tl.constexpr, WHOLE: tl.constexpr, ACTIVATION: tl.constexpr,
+    BO: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """grid [tiles of rows, blocks]; x [pairs / PER, inputs], y [pairs, outputs]. Rows of gate are
     before those of up, and are multiplied alternately. WHOLE: inputs are whole spans."""
     first = tl.program_id(0) * BO
@@ -117,31 +102,11 @@ def float_experts_kernel(
 
 @triton.jit(do_not_specialize=["pairs"])
 def word_experts_kernel(
-    x,
-    table,
-    blocks,
-    order,
-    y,
-    pairs,
-    experts,
-    rows,
-    inputs,
-    steps,
-    x_stride,
-    scale_stride,
-    PER: tl.constexpr,
-    BIASED: tl.constexpr,
-    FORMAT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPAN: tl.constexpr,
-    WHOLE: tl.constexpr,
-    SUBTRACT: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BO: tl.constexpr,
-    BT: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x, table, blocks, order, y, pairs, experts, rows, inputs, steps, x_stride, scale_stride,
+    PER: tl.constexpr, BIASED: tl.constexpr, FORMAT: tl.constexpr, OFFSET: tl.constexpr,
+    GROUP: tl.constexpr, SPAN: tl.constexpr, WHOLE: tl.constexpr, SUBTRACT: tl.constexpr,
+    ACTIVATION: tl.constexpr, BO: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """grid [tiles of rows, blocks]; the rest as in `float_experts_kernel` and `words_kernel`."""
     first = tl.program_id(0) * BO
     expert, pair = block_at(blocks, order, pairs, tl.program_id(1), tl.num_programs(1), BT)
@@ -184,30 +149,11 @@ def word_experts_kernel(
 
 @triton.jit(do_not_specialize=["pairs", "tokens"])
 def byte_experts_kernel(
-    x,
-    x_scales,
-    table,
-    blocks,
-    order,
-    y,
-    pairs,
-    tokens,
-    experts,
-    rows,
-    steps,
-    scale_stride,
-    PER: tl.constexpr,
-    BIASED: tl.constexpr,
-    GATE_FIRST: tl.constexpr,
-    HOW: tl.constexpr,
-    GROUP: tl.constexpr,
-    X_GROUP: tl.constexpr,
-    SPAN: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BO: tl.constexpr,
-    BT: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x, x_scales, table, blocks, order, y, pairs, tokens, experts, rows, steps, scale_stride,
+    PER: tl.constexpr, BIASED: tl.constexpr, GATE_FIRST: tl.constexpr, HOW: tl.constexpr,
+    GROUP: tl.constexpr, X_GROUP: tl.constexpr, SPAN: tl.constexpr, ACTIVATION: tl.constexpr,
+    BO: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """grid [tiles of rows, blocks]; x [tokens, 128 * steps], with tokens = pairs / PER.
     GATE_FIRST: rows of gate are before those of up. The rest as in `bytes_kernel`."""
     first = tl.program_id(0) * BO
@@ -245,19 +191,9 @@ def byte_experts_kernel(
 
 @triton.jit
 def pair_inputs_kernel(
-    x,
-    table,
-    ids,
-    weights,
-    out,
-    scales,
-    experts,
-    inputs,
-    x_stride,
-    PER: tl.constexpr,
-    ORDERED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, table, ids, weights, out, scales, experts, inputs, x_stride, PER: tl.constexpr,
+    ORDERED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """grid [pairs, blocks]; x [pairs / PER, inputs] -> out [pairs, inputs] in the order of the
     expert's inputs, times weights [pairs] if not None, and scales [pairs], its calibrated scale;
     None: there is none."""
@@ -283,17 +219,9 @@ NO_PAIR = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def combine_kernel(
-    made,
-    ids,
-    weights,
-    residual,
-    y,
-    dim,
-    residual_stride,
-    ACTIVE: tl.constexpr,
-    ACTIVE_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    made, ids, weights, residual, y, dim, residual_stride, ACTIVE: tl.constexpr,
+    ACTIVE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """grid [tokens, blocks]; made [tokens * ACTIVE, dim] -> y [tokens, dim]. A token's experts are
     added by ascending id; pairs without one have no `made`."""
     token = tl.program_id(0).to(tl.int64)
