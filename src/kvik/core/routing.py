@@ -109,11 +109,7 @@ class ReplicaRouter:
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        piece: float,
-        rows: int,
-        lifetime: float = EXPECTED_SECONDS,
+        self, names: Sequence[str], piece: float, rows: int, lifetime: float = EXPECTED_SECONDS
     ) -> None:
         self.piece = piece
         self._rows = rows

@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.fp8 import PIECE, ROW, fp8_scales, round_fp8
-from kvik.kernels.weights import (
-    E2M1,
-    Weight,
-    fp8_weight,
-    int4_weight,
-    int8_weight,
-    mxfp4_weight,
-)
+from kvik.kernels.weights import E2M1, Weight, fp8_weight, int4_weight, int8_weight, mxfp4_weight
 from kvik.spec.weight_kind import MX_GROUP
 
 INT8_MAX = 127

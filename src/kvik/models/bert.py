@@ -111,10 +111,7 @@ BERT_SCORES = _bert(
 ROBERTA = _roberta("RobertaModel", "roberta", "RoBERTa, for embeddings", pooled=mean_vectors)
 ROBERTA_MASKED = replace(ROBERTA, name="RobertaForMaskedLM")
 ROBERTA_SCORES = _roberta(
-    "RobertaForSequenceClassification",
-    "roberta",
-    "RoBERTa, for reranking",
-    pooled=roberta_scores,
+    "RobertaForSequenceClassification", "roberta", "RoBERTa, for reranking", pooled=roberta_scores
 )
 XLM_ROBERTA = _roberta(
     "XLMRobertaModel", "xlm-roberta", "XLM-RoBERTa, for embeddings", pooled=mean_vectors

@@ -30,13 +30,7 @@ from kvik.spec.declare import (
 from kvik.spec.experts import MAX_EXPERTS, Router, corrected_router, read_experts, read_groups
 from kvik.spec.fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
 from kvik.spec.kv import IndexSpec
-from kvik.spec.layers import (
-    LatentSpec,
-    LayerSpec,
-    PredictorSpec,
-    QueryScale,
-    latent_layers,
-)
+from kvik.spec.layers import LatentSpec, LayerSpec, PredictorSpec, QueryScale, latent_layers
 from kvik.spec.model import ModelFacts
 from kvik.spec.rope import MAX_POSITIONS
 
@@ -257,12 +251,7 @@ DEEPSEEK3 = replace(
 
 
 def indexed_layers(
-    fields: Fields,
-    layers: int,
-    positions: int,
-    *,
-    interleaved: bool = False,
-    heads: int = 64,
+    fields: Fields, layers: int, positions: int, *, interleaved: bool = False, heads: int = 64
 ) -> tuple[LayerSpec, ...]:
     """Every layer has latent attention over the keys that an indexer chooses.
 

@@ -19,13 +19,7 @@ from typing import TYPE_CHECKING
 from kvik.errors import shown
 from kvik.models.decoder import Decoder
 from kvik.models.gemma import GEGLU, GGUF_NAMES, gemma_scales, softcap
-from kvik.spec.declare import (
-    Architecture,
-    ExpertNames,
-    ForwardContext,
-    LayerBuilder,
-    gguf_experts,
-)
+from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder, gguf_experts
 from kvik.spec.experts import SWITCH, ExpertsSpec, Router, expert_count
 from kvik.spec.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_VOCAB, MAX_WIDTH, Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types, read_window

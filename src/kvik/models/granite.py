@@ -375,8 +375,7 @@ GRANITE4 = replace(
     model_type="granitemoehybrid",
     models="Granite 4",
     make=partial(
-        Decoder,
-        make_layer=partial(GraniteLayer, attention=bamba.mamba_mixer, feed=shared_feed),
+        Decoder, make_layer=partial(GraniteLayer, attention=bamba.mamba_mixer, feed=shared_feed)
     ),
     layers=granite4_layers,
     fixed=bamba.FIXED,

@@ -13,14 +13,7 @@ from kvik.spec.declare import Architecture, ExpertNames, FeedForward, ForwardCon
 from kvik.spec.experts import ExpertsSpec, corrected_router, listed_layers, read_experts
 from kvik.spec.fields import MAX_HEADS, MAX_WIDTH, Fields
 from kvik.spec.kv import MAX_TAPS, StateSpec
-from kvik.spec.layers import (
-    FULL,
-    LINEAR,
-    LayerSpec,
-    layer_types,
-    layers_with_states,
-    read_latent,
-)
+from kvik.spec.layers import FULL, LINEAR, LayerSpec, layer_types, layers_with_states, read_latent
 from kvik.spec.model import ModelFacts
 
 if TYPE_CHECKING:

@@ -378,10 +378,7 @@ MAX_HEAD_BYTES = 4 << 20  # thousands of added tokens
 # Keys that may be outside the object with the facts of the text model.
 TIED = "tie_word_embeddings"
 DTYPE = ("dtype", "torch_dtype")
-OUTER_KEYS = (
-    *(*DTYPE, TIED, KEY),
-    *("bos_token_id", "eos_token_id"),
-)
+OUTER_KEYS = (*DTYPE, TIED, KEY, "bos_token_id", "eos_token_id")
 
 
 def text_config(config: Mapping[str, object], key: str = "text_config") -> dict[str, object]:

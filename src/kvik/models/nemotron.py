@@ -8,13 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.decoder import (
-    Decoder,
-    GroupedQueryAttention,
-    PreNormLayer,
-    plain_mlp,
-    plain_norm,
-)
+from kvik.models.decoder import Decoder, GroupedQueryAttention, PreNormLayer, plain_mlp, plain_norm
 from kvik.models.gemma import norm_from_one, softcap
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
 from kvik.spec.fields import Fields

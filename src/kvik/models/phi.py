@@ -39,9 +39,7 @@ PHI = Architecture(
     "phi",
     "Phi-1.5 and Phi-2",
     partial(
-        Decoder,
-        make_layer=PhiLayer,
-        names=("embed_tokens", "layers", "final_layernorm", "lm_head"),
+        Decoder, make_layer=PhiLayer, names=("embed_tokens", "layers", "final_layernorm", "lm_head")
     ),
     layers=partial(rotary_layers, fraction=0.5),
     qkv_bias=True,

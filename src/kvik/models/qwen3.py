@@ -10,14 +10,7 @@ from kvik.models.decoder import Decoder, GroupedQueryAttention, PreNormLayer, fe
 from kvik.spec.declare import Architecture, ExpertNames, LayerBuilder, gguf_experts
 from kvik.spec.experts import ExpertsSpec, corrected_router, read_experts, softmax_router
 from kvik.spec.fields import Fields
-from kvik.spec.layers import (
-    FULL,
-    SLIDING,
-    LayerSpec,
-    read_window,
-    switched_layers,
-    typed_layers,
-)
+from kvik.spec.layers import FULL, SLIDING, LayerSpec, read_window, switched_layers, typed_layers
 from kvik.spec.model import ModelFacts
 from kvik.spec.pooling import PooledLayer, PoolingSpec, scores
 from kvik.spec.rope import MAX_POSITIONS

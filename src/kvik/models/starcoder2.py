@@ -18,10 +18,7 @@ STARCODER2 = Architecture(
     "Starcoder2ForCausalLM",
     "starcoder2",
     "StarCoder 2",
-    partial(
-        Decoder,
-        make_layer=partial(PreNormLayer, feed=MLP),
-    ),
+    partial(Decoder, make_layer=partial(PreNormLayer, feed=MLP)),
     layers=windowed_layers,
     qkv_bias="use_bias",
     o_bias="use_bias",

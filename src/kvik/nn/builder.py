@@ -20,14 +20,7 @@ from torch import Tensor
 from kvik.attention.base import AttentionBackend, AttentionSpec, HeadNorms, LatentUp
 from kvik.errors import ModelError, shown
 from kvik.kernels.ops import Gate, Ops, StateHeads
-from kvik.kernels.weights import (
-    PAIRED,
-    Activation,
-    Matrix,
-    MatrixSpec,
-    float_kind,
-    float_weight,
-)
+from kvik.kernels.weights import PAIRED, Activation, Matrix, MatrixSpec, float_kind, float_weight
 from kvik.nn.checkpoint import IN_RUNS, Checkpoint, Selection, layer_of
 from kvik.nn.formats.base import LinearShape, WeightFormat
 from kvik.nn.formats.registry import choose_format, has_scheme
@@ -652,12 +645,7 @@ class Builder(LayerBuilder):
         return self.stored_quantization.embedding_scheme(self._name(name))
 
     def lm_head(
-        self,
-        name: str,
-        embedding: Any,
-        *,
-        bias: bool = False,
-        softcap: float | None = None,
+        self, name: str, embedding: Any, *, bias: bool = False, softcap: float | None = None
     ) -> LinearLayer:
         """Return the head: logits over the rows of `embedding`, from its matrix or a separate one.
 
@@ -1166,11 +1154,7 @@ class Builder(LayerBuilder):
         return weight
 
     def _tensor(
-        self,
-        full: str,
-        shape: tuple[int, ...],
-        kind: str,
-        dtype: torch.dtype = torch.float32,
+        self, full: str, shape: tuple[int, ...], kind: str, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Declare a tensor by its name in the checkpoint, and return its memory."""
         tensor = self.storage.tensor(full, shape, dtype, self.device)

@@ -347,11 +347,7 @@ class _Pass:
         return statistics
 
     def _quantise(
-        self,
-        block: Block,
-        index: int,
-        statistics: Mapping[int, InputStatistics],
-        report: Progress,
+        self, block: Block, index: int, statistics: Mapping[int, InputStatistics], report: Progress
     ) -> BlockResult:
         """Quantise the layers; the block keeps its new weights."""
         folded = self._folded(block, index, statistics, report)
@@ -382,11 +378,7 @@ class _Pass:
         return BlockResult(index, tuple(results[layer.name] for layer in block.layers), changed)
 
     def _folded(
-        self,
-        block: Block,
-        index: int,
-        statistics: Mapping[int, InputStatistics],
-        report: Progress,
+        self, block: Block, index: int, statistics: Mapping[int, InputStatistics], report: Progress
     ) -> Folded:
         """Return the weights with the factors of the method, if it has any, folded in."""
         recipe, named = self._recipe, self._folds(index)

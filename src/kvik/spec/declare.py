@@ -17,13 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from kvik.spec.fields import Fields
 from kvik.spec.kv import IndexSpec
-from kvik.spec.layers import (
-    LatentSpec,
-    LayerRule,
-    PredictorSpec,
-    QueryScale,
-    rotary_layers,
-)
+from kvik.spec.layers import LatentSpec, LayerRule, PredictorSpec, QueryScale, rotary_layers
 
 if TYPE_CHECKING:
     from torch import Tensor

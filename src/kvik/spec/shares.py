@@ -149,11 +149,7 @@ def cut_cache(spec: KVCacheSpec, rank: int, size: int) -> KVCacheSpec:
 
 
 def stages_of(
-    costs: Sequence[int],
-    first: int,
-    last: int,
-    count: int,
-    joined: Sequence[tuple[int, int]] = (),
+    costs: Sequence[int], first: int, last: int, count: int, joined: Sequence[tuple[int, int]] = ()
 ) -> tuple[range, ...]:
     """Divide layers among the stages of a pipeline so that the largest stage is as small as
     possible, and then the stages are as even as possible.

@@ -479,10 +479,7 @@ def read_stored_quantization(fields: Fields, layers: Iterable[str]) -> StoredQua
 def _awq(fields: Fields, layers: _Layers) -> list[StoredRule]:
     fields.choice("version", ("gemm", "GEMM"), "gemm")
     scheme = StoredScheme(
-        "awq",
-        fields.integer("bits", 4, 4, 4),
-        _group(fields, "group_size", 128),
-        symmetric=False,
+        "awq", fields.integer("bits", 4, 4, 4), _group(fields, "group_size", 128), symmetric=False
     )
     return [_skipped(fields, "modules_to_not_convert"), _rest(scheme)]
 

@@ -19,13 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvik.attention.layout import StepLayout
 from kvik.config.graph_sizes import GraphSize
-from kvik.worker.captures import (
-    NO_CAPTURE_PEERS,
-    CapturePeers,
-    Capturer,
-    Captures,
-    GraphMemory,
-)
+from kvik.worker.captures import NO_CAPTURE_PEERS, CapturePeers, Capturer, Captures, GraphMemory
 from kvik.worker.graphs import Eager, EngineNetwork, Graph, StepOutput, zero_rows
 from kvik.worker.input_batch import StepTensors
 from kvik.worker.step_inputs import DeviceInputs

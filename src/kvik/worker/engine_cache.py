@@ -115,10 +115,7 @@ def manifest_of(
 
 
 def cache_of(
-    runner: RunnerConfig,
-    path: Path,
-    quantization: str,
-    packing: Packing,
+    runner: RunnerConfig, path: Path, quantization: str, packing: Packing
 ) -> EngineCache | None:
     """Return the cache entry of a model; None: there is no cache.
 

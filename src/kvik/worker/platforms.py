@@ -30,14 +30,7 @@ from kvik.kernels.weights import DTYPES
 from kvik.nn.kv_formats import Zeros
 from kvik.worker.captures import NO_CAPTURE_PEERS, Capturer, CudaCapturer, GraphMemory
 from kvik.worker.cuda_graphs import DecodeGraphs
-from kvik.worker.graphs import (
-    CapturedRows,
-    Eager,
-    EngineNetwork,
-    Graph,
-    RowFunction,
-    RowGraph,
-)
+from kvik.worker.graphs import CapturedRows, Eager, EngineNetwork, Graph, RowFunction, RowGraph
 from kvik.worker.group import RankSetup
 from kvik.worker.joined import Joined
 from kvik.worker.step_inputs import (

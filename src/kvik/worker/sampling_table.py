@@ -460,11 +460,7 @@ class SamplingTable:
         return Masks(rows=self._tensor(rows), words=upload(words, self._device))
 
     def _guessed(
-        self,
-        guesses: Guesses,
-        rows: NDArray[np.void],
-        positions: NDArray[np.integer],
-        needs: int,
+        self, guesses: Guesses, rows: NDArray[np.void], positions: NDArray[np.integer], needs: int
     ) -> GuessedRows:
         rows, positions = rows[guesses.rows], positions[guesses.rows]
         accept = uniform(rows["seed"], positions.astype(np.int64), ACCEPT)
@@ -477,11 +473,7 @@ class SamplingTable:
         )
 
     def _typical(
-        self,
-        offers: Offers,
-        rows: NDArray[np.void],
-        positions: NDArray[np.integer],
-        needs: int,
+        self, offers: Offers, rows: NDArray[np.void], positions: NDArray[np.integer], needs: int
     ) -> TypicalRows | None:
         free = rows["needs"][offers.rows] & _Need.RANDOM != 0
         free &= ~rows["seeded"][offers.rows]

@@ -239,11 +239,7 @@ class Speculator(Participant[None]):
         return DraftTimes(making, making + seconds, plain * (1.0 + right))
 
     def propose(
-        self,
-        slots: np.ndarray,
-        hidden: Callable[[np.ndarray], Tensor],
-        *,
-        guesses: bool = True,
+        self, slots: np.ndarray, hidden: Callable[[np.ndarray], Tensor], *, guesses: bool = True
     ) -> None:
         """Propose drafts for requests that have sampled: what a grammar forces, else guesses.
 

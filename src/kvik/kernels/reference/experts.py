@@ -80,11 +80,7 @@ def experts_by(linear: Product) -> Callable[..., Tensor]:
     """Return an `Ops.experts` that computes each product by a call of `linear`."""
 
     def experts(
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor | None,
-        experts: ExpertSet,
-        residual: Tensor | None,
+        x: Tensor, ids: Tensor, weights: Tensor | None, experts: ExpertSet, residual: Tensor | None
     ) -> Tensor:
         total = x.new_zeros(len(x), experts.outputs, dtype=torch.float32)
         for expert in ids[ids >= 0].unique().tolist():  # ascending

@@ -15,12 +15,7 @@ NORM_EPS = 1e-6  # of the norms of queries and keys
 
 
 def causal_conv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    sequences: Sequences,
-    silu: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, sequences: Sequences, silu: bool
 ) -> Tensor:
     """See `Ops.causal_conv`."""
     width = len(weight)

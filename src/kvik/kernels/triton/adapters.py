@@ -81,11 +81,7 @@ def with_low_rank(experts: TritonExperts) -> Callable[..., Tensor]:
     """Return an `Ops.experts` that computes few tokens with adapters by these kernels."""
 
     def run(
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor | None,
-        chosen: ExpertSet,
-        residual: Tensor | None,
+        x: Tensor, ids: Tensor, weights: Tensor | None, chosen: ExpertSet, residual: Tensor | None
     ) -> Tensor:
         few = ids.shape[1] == 1 and 0 < len(ids) <= MAX_TOKENS and weights is None
         if not few or residual is None or not _low_rank(chosen) or not residual.is_contiguous():
@@ -113,11 +109,7 @@ def _add(x: Tensor, ids: Tensor, chosen: ExpertSet, y: Tensor) -> None:
     partial = torch.empty(tokens, parts, filled, dtype=torch.float32, device=x.device)
     tensors = (x, tables.up, ids, partial)
     launch(
-        shrink_kernel,
-        (tokens, parts),
-        tensors,
-        (count, rank, inputs, x.stride(0)),
-        (filled, wide),
+        shrink_kernel, (tokens, parts), tensors, (count, rank, inputs, x.stride(0)), (filled, wide)
     )
     launch(
         expand_kernel,

@@ -25,21 +25,9 @@ from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
 from kvik.kernels.triton.linear_bytes import scaled, sums_of_bytes
 from kvik.kernels.triton.linear_end import end_and_store
 from kvik.kernels.triton.linear_words import dot, sums_of_words
-from kvik.kernels.triton.matrix import (
-    TritonMatrices,
-    format_of,
-    how_bytes,
-    narrow_in_words,
-)
+from kvik.kernels.triton.matrix import TritonMatrices, format_of, how_bytes, narrow_in_words
 from kvik.kernels.triton.matrix_shapes import FEW_INT4, MANY, Tile, tile_of_experts
-from kvik.kernels.triton.packed import (
-    MIN_GROUP,
-    STEP,
-    TritonPacked,
-    in_words,
-    interleaved,
-    span_of,
-)
+from kvik.kernels.triton.packed import MIN_GROUP, STEP, TritonPacked, in_words, interleaved, span_of
 from kvik.kernels.triton.rounding import round_tokens
 from kvik.kernels.triton.words import E2M1, INT4, MINIMUM
 from kvik.kernels.weights import ACTIVATIONS, ExpertSet, Matrix, Weight

@@ -103,9 +103,7 @@ def causal_conv_kernel(
                 source = token - (WIDTH - 1) + tap
                 by = tl.load(weight + tap * channels + at, mask=inside, other=0.0).to(tl.float32)
                 new = tl.load(
-                    x + source * x_stride + at,
-                    mask=inside & (source >= first),
-                    other=0.0,
+                    x + source * x_stride + at, mask=inside & (source >= first), other=0.0
                 ).to(tl.float32)
                 before = tl.load(
                     before_first + source * channels,
@@ -123,9 +121,7 @@ def causal_conv_kernel(
                 x + source * x_stride + at, mask=inside & (source >= first), other=0.0
             ).to(tl.float32)
             before = tl.load(
-                before_first + source * channels,
-                mask=inside & (source < first) & old,
-                other=0.0,
+                before_first + source * channels, mask=inside & (source < first) & old, other=0.0
             )
             tl.store(kept + tap * channels, new + before, mask=inside)
 
@@ -409,12 +405,7 @@ def gated(x: Tensor, gate: Tensor, by: Gate) -> Tensor:
 
 
 def causal_conv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    sequences: Sequences,
-    silu: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, sequences: Sequences, silu: bool
 ) -> Tensor:
     """See `Ops`."""
     width, channels = weight.shape

@@ -565,11 +565,7 @@ class DraftModel(Drafter):
     """A `Drafter` that makes chains of drafts with a separate model and KV cache."""
 
     def __init__(
-        self,
-        network: DraftNetwork,
-        sampling: DraftSampling,
-        pool_size: int,
-        max_drafts: int,
+        self, network: DraftNetwork, sampling: DraftSampling, pool_size: int, max_drafts: int
     ) -> None:
         """
         Args:

@@ -20,12 +20,7 @@ from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.assistant import AssistantDrafter
 from kvik.worker.drafters.base import Drafter
 from kvik.worker.drafters.cached_heads import CachedHeadDrafter, CachedHeadNetwork
-from kvik.worker.drafters.draft_model import (
-    DraftModel,
-    DraftNetwork,
-    DraftSampling,
-    Vocabulary,
-)
+from kvik.worker.drafters.draft_model import DraftModel, DraftNetwork, DraftSampling, Vocabulary
 from kvik.worker.drafters.eagle import EagleDrafter
 from kvik.worker.drafters.heads import (
     HeadTarget,
