@@ -117,19 +117,10 @@ class Batches(Policy):
 
     batches = True
 
-    def __init__(
-        self,
-        batch_size: int,
-        max_tokens: int,
-        max_wait: float,
-        max_queued_requests: int,
-        max_queued_tokens: int,
-    ) -> None:
-        self.batch_size = batch_size
-        self.max_tokens = max_tokens
-        self.max_wait = max_wait
-        self.max_queued_requests = max_queued_requests
-        self.max_queued_tokens = max_queued_tokens
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.batch_size = min(config.batch_size, config.max_num_seqs)
+        self.max_wait = batch_wait(config)
 
     def admissible(
         self, waiting: list[Request], num_running: int, now: float, *, more: bool
@@ -137,7 +128,7 @@ class Batches(Policy):
         members = _rejoining(waiting, self.batch_size - num_running)
         if num_running or members or not waiting:
             return members
-        batch = _first_batch(waiting, self.batch_size, self.max_tokens)
+        batch = _first_batch(waiting, self.batch_size, self.config.max_num_batched_tokens)
         full = len(batch) == self.batch_size or len(batch) < len(waiting)
         return batch if full or not more or now >= self._due(waiting) else []
 
@@ -147,8 +138,8 @@ class Batches(Policy):
         return self._due(waiting)
 
     def _due(self, waiting: Sequence[Request]) -> float:
-        tokens = sum(r.num_prompt_tokens for r in waiting)
-        fill = max(len(waiting) / self.max_queued_requests, tokens / self.max_queued_tokens)
+        tokens, limits = sum(r.num_prompt_tokens for r in waiting), self.config
+        fill = max(len(waiting) / limits.max_queued_requests, tokens / limits.max_queued_tokens)
         patience = min(1.0, 2.0 * max(0.0, 1.0 - fill))
         return min(r.arrival for r in waiting) + (self.max_wait * patience if patience else 0.0)
 
@@ -196,7 +187,6 @@ def batch_wait(config: SchedulerConfig) -> float:
 def make_policy(config: SchedulerConfig, matched: Callable[[Request], int]) -> Policy:
     """Make the policy named in the config. `matched` returns how many of a request's tokens are in
     the cache."""
-    batch_size = min(config.batch_size, config.max_num_seqs)
     match config.policy:
         case "fcfs":
             return Policy()
@@ -207,11 +197,5 @@ def make_policy(config: SchedulerConfig, matched: Callable[[Request], int]) -> P
         case "longest-prefix-match":
             return LongestPrefixMatch(config.ageing, matched)
         case "static" | "dynamic":
-            return Batches(
-                batch_size,
-                config.max_num_batched_tokens,
-                batch_wait(config),
-                config.max_queued_requests,
-                config.max_queued_tokens,
-            )
+            return Batches(config)
     raise ConfigError("policy", f"must be one of {', '.join(POLICIES)}, not {config.policy!r}")
