@@ -128,15 +128,10 @@ class Attention:
         ctx: ForwardContext,
         rotation: Tensor | None = None,
     ) -> Tensor:
-        """Normalise and rotate q and k, store k and v, attend.
+        """Normalise and rotate q and k, store k and v, attend; see `AttentionLayer`.
 
         Args:
-            q: [tokens, heads, head_dim].
-            k, v: [tokens, kv_heads, head_dim]; None: another layer has stored its own.
             rotation: [tokens, head_dim] fp32, from `Rope.at`; None: no rotary positions.
-
-        Returns:
-            [tokens, heads * head_dim].
         """
         kv, metadata = ctx.kv[self.position], ctx.metadata[self.group]
         q_rotation = None if self.q_rope is None else ctx.once(self.q_rope.at)
@@ -168,15 +163,7 @@ class LatentAttention:
         rotation: Tensor | None,
         indexed: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Rotate q_rope and k_rope, store latent and k_rope, attend; see `AttendLatent`.
-
-        Args:
-            indexed: of the layer's indexer: queries [tokens, heads * dim], keys [tokens, dim] and
-                weights [tokens, heads].
-
-        Returns:
-            [tokens, heads * value].
-        """
+        """Rotate q_rope and k_rope, store latent and k_rope, attend; see `LatentAttentionLayer`."""
         kv, metadata = ctx.kv[self.position], ctx.metadata[self.group]
         attend = AttendLatent(q, q_rope, latent, k_rope, self.up, kv, metadata, self.spec, rotation)
         if self.index is not None and rotation is not None:

@@ -120,60 +120,48 @@ def forwards(
         trees: lengths of requests in steps that hold trees of drafts.
         entered: returns what a stage reads from the one before, for a step of some length.
     """
+    int32 = partial(torch.full, dtype=torch.int32, device=network.device)
+    int64 = partial(torch.full, dtype=torch.int64, device=network.device)
+
+    def forward(length: int, context: int, tree: bool) -> None:
+        """Run a forward for a request whose cached tokens were never written: it attends to block
+        0, which is never allocated, and only planning on the host uses the context. As many of its
+        tokens as possible have logits, as with drafts."""
+        none = int32((1,), 0)
+        layout = StepLayout(
+            query_start_loc=torch.tensor([0, length], dtype=torch.int32, device=network.device),
+            seq_lens=int32((1,), length),
+            block_table=int32((1, -(-max_context // block_size)), 0),
+            slot_mapping=int64((length,), -1),
+            num_scheduled=(length,),
+            contexts=(context,),
+            block_size=block_size,
+            tree=int64((length,), 0) if tree else None,
+            state_rows=int32((1,), -1),
+            state_pending=none if sizes.logs else None,
+            state_drafts=none if sizes.logs else None,
+            adapters=int64((length,), 0) if sizes.adapters else None,
+        )
+        cut = replace(layout, first_keys=none)
+        network.forward(
+            StepTensors(
+                int64((length,), 0),
+                torch.arange(length, device=network.device),
+                tuple(cut if group.budgeted else layout for group in network.groups),
+                torch.arange(max(0, length - sizes.samples), length, device=network.device),
+                entered(length),
+            )
+        )
+
     steps = [(length, False) for length in lengths] + [(length, True) for length in trees]
     return [
         *(
-            partial(
-                _forward, network, length, sizes, block_size, context, max_context, tree, entered
-            )
+            partial(forward, length, context, tree)
             for length, tree in steps
             for context in sorted({length, max_context})
         ),
         partial(_copy_blocks, network),
     ]
-
-
-def _forward(
-    network: EngineNetwork,
-    length: int,
-    sizes: StepSizes,
-    block_size: int,
-    context: int,
-    max_context: int,
-    tree: bool,
-    entered: Callable[[int], Sequence[Tensor]],
-) -> None:
-    """Run a forward for a request whose cached tokens were never written: it attends to block 0,
-    which is never allocated, and only planning on the host uses the context. As many of its tokens
-    as possible have logits, as with drafts."""
-    device = network.device
-    none = torch.zeros(1, dtype=torch.int32, device=device)
-    layout = StepLayout(
-        query_start_loc=torch.tensor([0, length], dtype=torch.int32, device=device),
-        seq_lens=torch.full((1,), length, dtype=torch.int32, device=device),
-        block_table=torch.zeros(1, -(-max_context // block_size), dtype=torch.int32, device=device),
-        slot_mapping=torch.full((length,), -1, dtype=torch.int64, device=device),
-        num_scheduled=(length,),
-        contexts=(context,),
-        block_size=block_size,
-        tree=torch.zeros(length, dtype=torch.int64, device=device) if tree else None,
-        state_rows=torch.full((1,), -1, dtype=torch.int32, device=device),
-        state_pending=none if sizes.logs else None,
-        state_drafts=none if sizes.logs else None,
-        adapters=(
-            torch.zeros(length, dtype=torch.int64, device=device) if sizes.adapters else None
-        ),
-    )
-    cut = replace(layout, first_keys=none)
-    network.forward(
-        StepTensors(
-            torch.zeros(length, dtype=torch.int64, device=device),
-            torch.arange(length, device=device),
-            tuple(cut if group.budgeted else layout for group in network.groups),
-            torch.arange(max(0, length - sizes.samples), length, device=device),
-            entered(length),
-        )
-    )
 
 
 def _copy_blocks(network: EngineNetwork) -> None:
