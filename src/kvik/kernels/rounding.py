@@ -1,6 +1,7 @@
 """Round to nearest: float weights -> eight or four bits, without data to calibrate on.
 
-Works on a few rows at a time, so that the fp32 copies are small compared to the weight.
+A weight is `values`, [outputs, inputs] of any float dtype; if one is NaN or infinite, a ValueError
+is raised. Works on a few rows at a time, so that the fp32 copies are small compared to the weight.
 """
 
 from __future__ import annotations
@@ -20,14 +21,7 @@ E8M0_BIAS = 127
 
 
 def round_int8(values: Tensor, quantize_activations: bool) -> Weight:
-    """Round to int8, symmetric, with one scale for each output: absmax / 127.
-
-    Args:
-        values: [outputs, inputs], any float dtype.
-
-    Raises:
-        ValueError: a weight is NaN or infinite.
-    """
+    """Round to int8, symmetric, with one scale for each output: absmax / 127."""
     rounded = torch.empty(values.shape, dtype=torch.int8, device=values.device)
     scales = torch.empty(len(values), dtype=torch.float32, device=values.device)
     for rows, wide in _row_ranges(values):
@@ -46,11 +40,7 @@ def round_int4(values: Tensor, group: int) -> Weight:
     stays exactly 0. Scales have eleven binary digits.
 
     Args:
-        values: [outputs, inputs], any float dtype.
         group: even, divides the inputs.
-
-    Raises:
-        ValueError: a weight is NaN or infinite.
     """
     outputs, inputs = values.shape
     groups = (outputs, inputs // group)
@@ -76,14 +66,7 @@ def round_int4(values: Tensor, group: int) -> Weight:
 
 
 def round_to_fp8(values: Tensor) -> Weight:
-    """Round to E4M3 with one scale for each output: absmax / 448.
-
-    Args:
-        values: [outputs, inputs], any float dtype.
-
-    Raises:
-        ValueError: a weight is NaN or infinite.
-    """
+    """Round to E4M3 with one scale for each output: absmax / 448."""
     scales = fp8_scales(values, torch.float8_e4m3fn, ROW)
     return fp8_weight(round_fp8(values, scales, torch.float8_e4m3fn, ROW), scales[:, 0])
 
@@ -91,13 +74,7 @@ def round_to_fp8(values: Tensor) -> Weight:
 def round_mxfp4(values: Tensor) -> Weight:
     """Round to E2M1 with a power of two for each 32 neighbouring inputs of an output, which scales
     the largest of them to at least 4 and below 8; numbers above 6 become 6 (OCP Microscaling
-    Formats v1.0, section 6.3).
-
-    Args:
-        values: [outputs, inputs], any float dtype; 32 divides the inputs.
-
-    Raises:
-        ValueError: a weight is NaN or infinite.
+    Formats v1.0, section 6.3). 32 divides the inputs.
     """
     outputs, inputs = values.shape
     packed = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=values.device)

@@ -67,7 +67,6 @@ class MedusaTrainee:
         return self.weights + self.biases
 
     def logits(self, batch: Batch) -> Tensor:
-        """Return logits [rows, depth, vocab]; depth k guesses batch.ids[:, k + 1]."""
         x = batch.hidden[:, :1].expand(-1, self.spec.depth, -1)
         for weight, bias in zip(self.weights, self.biases, strict=True):
             x = x + F.silu(torch.einsum("bki,koi->bko", x, weight) + bias)
@@ -83,7 +82,6 @@ class MedusaTrainee:
         ).sum()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by their names in a checkpoint."""
         tensors = {}
         for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             for head in range(self.spec.depth):
@@ -139,7 +137,6 @@ class EagleTrainee:
         return torch.stack(predictions, 1)
 
     def logits(self, batch: Batch) -> Tensor:
-        """Return logits [rows, depth, vocab]; depth k guesses batch.ids[:, k + 1]."""
         return self.guesses(batch) @ self.output
 
     def loss(self, batch: Batch) -> Tensor:
@@ -149,7 +146,6 @@ class EagleTrainee:
         return words + FEATURES * F.smooth_l1_loss(guessed, batch.hidden[:, 1:])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by their names in a checkpoint."""
         return {
             "fc.weight": self.join,
             "fc.bias": self.offset,

@@ -67,12 +67,7 @@ class Trees:
 
     @staticmethod
     def of(tree: DraftTree, counts: NDArray[np.integer], tokens: NDArray[np.integer]) -> Trees:
-        """Return the rows that check these drafts.
-
-        Args:
-            counts: [requests], drafts of each request.
-            tokens: [rows], the token before each row: a request's newest token, then its drafts.
-        """
+        """See `Chains.of`."""
         starts = np.zeros(len(counts) + 1, np.int64)
         (counts + 1).cumsum(out=starts[1:])
         judged = tokens.astype(np.int64)  # a copy
