@@ -184,42 +184,15 @@ def _launch(
             part_weight = q.new_empty(rest, slab, dtype=torch.float32)
         strides = (q.stride(0), q.stride(1), q_rope.stride(0), q_rope.stride(1))
         blocks = (max(16, power_of_two(latent)), max(16, power_of_two(rope)))
+        sequences = (step.block_table, step.query_start_loc, step.seq_lens, step.tree)
+        numbers = (*strides, step.block_table.stride(0), scale * LOG2_E, first, above, run.queries)
+        sizes = (heads, latent, rope, *blocks, m, KEYS, step.block_size)
         launch(
             mla_decode_kernel,
             (programs * stacked, rest),
-            (
-                q,
-                q_rope,
-                cache,
-                step.block_table,
-                step.query_start_loc,
-                step.seq_lens,
-                step.tree,
-                out,
-                part_out,
-                part_weight,
-            ),
-            (
-                *strides,
-                step.block_table.stride(0),
-                scale * LOG2_E,
-                first,
-                above,
-                run.queries,
-                programs,
-                slab,
-            ),
-            (
-                heads,
-                latent,
-                rope,
-                *blocks,
-                m,
-                KEYS,
-                step.block_size,
-                step.tree is not None,
-                splits == 1,
-            ),
+            (q, q_rope, cache, *sequences, out, part_out, part_weight),
+            (*numbers, programs, slab),
+            (*sizes, step.tree is not None, splits == 1),
             num_warps=tile_warps(m),
             num_stages=STAGES if shared_memory(q.device) >= ROOMY else STAGES - 1,
         )

@@ -695,19 +695,12 @@ def penalize(logits: Tensor, penalties: Penalties) -> None:
     """See `Ops`."""
     vocab = logits.shape[1]
     block, blocks = in_blocks(vocab, PENALIZED)
+    factors = (penalties.repetition, penalties.frequency, penalties.presence)
+    seen = (penalties.in_prompt.view(torch.uint8), penalties.counts)
     launch(
         penalize_kernel,
         (len(penalties.rows), blocks),
-        (
-            logits,
-            penalties.rows,
-            penalties.seen,
-            penalties.repetition,
-            penalties.frequency,
-            penalties.presence,
-            penalties.in_prompt.view(torch.uint8),
-            penalties.counts,
-        ),
+        (logits, penalties.rows, penalties.seen, *factors, *seen),
         (vocab, logits.stride(0), penalties.counts.stride(0)),
         (block,),
         enable_fp_fusion=False,  # each operation is rounded separately, as on a CPU

@@ -107,28 +107,12 @@ def word_experts_kernel(
     factors = (
         part_of_table(table, FACTORS, expert, experts, tl.float32) if OFFSET == MINIMUM else None
     )
+    words = part_of_table(table, VALUES, expert, experts, tl.int32)
     sums = sums_of_words(
-        x,
-        part_of_table(table, VALUES, expert, experts, tl.int32),
-        scales,
-        factors,
-        o,
-        _row_of(pair, pairs, PER),
-        pair < pairs,
-        inputs,
-        steps,
-        0,
-        steps,
-        x_stride,
-        scale_stride,
-        FORMAT,
-        OFFSET,
-        GROUP,
-        SPAN,
-        WHOLE,
-        SUBTRACT,
-        STAGES,
-    )
+        x, words, scales, factors, o, _row_of(pair, pairs, PER), pair < pairs,
+        inputs, steps, 0, steps, x_stride, scale_stride,
+        FORMAT, OFFSET, GROUP, SPAN, WHOLE, SUBTRACT, STAGES,
+    )  # fmt: skip
     if GROUP == 0:
         sums *= tl.load(scales + o)[:, None]
     bias = part_of_table(table, BIAS, expert, experts, tl.float32) if BIASED else None
@@ -155,23 +139,9 @@ def byte_experts_kernel(
     values = part_of_table(table, VALUES, expert, experts, x.dtype.element_ty)
     known = _row_of(pair, pairs, PER)
     sums = sums_of_bytes(
-        x,
-        x_scales,
-        values,
-        scales,
-        o,
-        known,
-        tokens,
-        steps * 128,
-        0,
-        steps,
-        scale_stride,
-        HOW,
-        GROUP,
-        X_GROUP,
-        SPAN,
-        STAGES,
-    )
+        x, x_scales, values, scales, o, known, tokens,
+        steps * 128, 0, steps, scale_stride, HOW, GROUP, X_GROUP, SPAN, STAGES,
+    )  # fmt: skip
     z = scaled(sums, x_scales, scales, o, known, GROUP, X_GROUP)
     bias = part_of_table(table, BIAS, expert, experts, tl.float32) if BIASED else None
     end_and_store(z, first, pair, bias, None, y, pairs, rows, 0, ACTIVATION)
@@ -378,35 +348,21 @@ class TritonExperts:
             return y
         scale = None
         if packed.order is not None or packed.input_scale is not None:
+            ordered, calibrated = packed.order is not None, packed.input_scale is not None
             x, scale = _pair_inputs(
-                x,
-                per,
-                ids,
-                table,
-                None,
-                ordered=packed.order is not None,
-                calibrated=packed.input_scale is not None,
+                x, per, ids, table, None, ordered=ordered, calibrated=calibrated
             )
             per = 1
         group, scale_stride = kind.group, packed.scales.shape[-1]
         if in_words(kind):
             numbers = (pairs, experts, spec.rows, spec.inputs, ceil_div(spec.inputs, STEP))
+            formats = (*format_of(kind), group, span_of(group), spec.inputs % STEP == 0)
             launch(
                 word_experts_kernel,
                 grid,
                 (x, table, rows.blocks, rows.order, y),
                 (*numbers, x.stride(0), scale_stride),
-                (
-                    per,
-                    spec.bias,
-                    *format_of(kind),
-                    group,
-                    span_of(group),
-                    spec.inputs % STEP == 0,
-                    tile != FEW_INT4,
-                    activation,
-                    *sizes,
-                ),
+                (per, spec.bias, *formats, tile != FEW_INT4, activation, *sizes),
                 num_warps=tile.num_warps,
             )
             return y
