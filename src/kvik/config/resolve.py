@@ -32,7 +32,7 @@ from kvik.config.fit import (
 )
 from kvik.config.hardware import Hardware
 from kvik.config.kv_budget import KVBudgets, check_model
-from kvik.config.memory import Footprint, Limit
+from kvik.config.memory import Footprint, Limit, StepSize
 from kvik.config.parallel import (
     check_group,
     check_replicas,
@@ -117,12 +117,7 @@ def resolve(
         spec = as_drafting(requested, spec, source)
     ends = stage_ends(config, spec, compute, source)
     footprint = footprint_of(config, spec, hardware, compute, mapped)
-    # Processes share the mapped pages of an engine folder.
-    repeated = repeated_bytes(config, spec, compute) if mapped is None else 0
-    stage_bytes = stage_weights(config, spec, compute, ends)
-    output_bytes = given_bytes(config, spec)
-    footprint = replace(footprint, repeated=repeated, stage_ends=ends, output_bytes=output_bytes)
-    footprint = replace(footprint, stage_bytes=tuple(map(footprint.own_share, stage_bytes)))
+    footprint = _divided(footprint, config, compute, ends)
     footprint = with_drafter(footprint, requested, source)
     footprint = with_adapters(footprint, config, adapters, notes)
     rest = less_memory_tier(limit, tiers, compute, hardware, replicas)
@@ -162,20 +157,7 @@ def resolve(
                 state_bytes=spec.state_bytes,
             ),
         ),
-        scheduler=SchedulerConfig(
-            max_num_seqs=size.max_num_seqs,
-            max_num_batched_tokens=size.max_num_batched_tokens,
-            max_model_len=size.max_model_len,
-            policy=config.policy,
-            batch_size=config.batch_size,
-            max_wait=config.max_wait,
-            ageing=config.ageing,
-            max_queued_requests=config.max_queued_requests,
-            max_queued_tokens=config.max_queued_tokens,
-            num_lookahead_tokens=speculation.num_lookahead_tokens if speculation else 0,
-            stages=max(1, len(ends)),
-            whole_prompts=spec.encoder,
-        ),
+        scheduler=_scheduler(config, spec, size, speculation, len(ends)),
         runner=RunnerConfig(
             model_path=model_path,
             dtype=compute.dtype,
@@ -212,6 +194,42 @@ def resolve(
         decisions=tuple(notes.decisions),
         speculation=speculation,
         chat_template=config.chat_template,
+    )
+
+
+def _divided(
+    footprint: Footprint, config: EngineConfig, compute: Compute, ends: tuple[int, ...]
+) -> Footprint:
+    """Return the footprint of the processes and stages that divide the model."""
+    spec = footprint.spec
+    # Processes share the mapped pages of an engine folder.
+    repeated = repeated_bytes(config, spec, compute) if footprint.mapped is None else 0
+    stage_bytes = stage_weights(config, spec, compute, ends)
+    output_bytes = given_bytes(config, spec)
+    footprint = replace(footprint, repeated=repeated, stage_ends=ends, output_bytes=output_bytes)
+    return replace(footprint, stage_bytes=tuple(map(footprint.own_share, stage_bytes)))
+
+
+def _scheduler(
+    config: EngineConfig,
+    spec: ModelSpec,
+    size: StepSize,
+    speculation: ResolvedSpeculation | None,
+    stages: int,
+) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_num_seqs=size.max_num_seqs,
+        max_num_batched_tokens=size.max_num_batched_tokens,
+        max_model_len=size.max_model_len,
+        policy=config.policy,
+        batch_size=config.batch_size,
+        max_wait=config.max_wait,
+        ageing=config.ageing,
+        max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
+        num_lookahead_tokens=speculation.num_lookahead_tokens if speculation else 0,
+        stages=max(1, stages),
+        whole_prompts=spec.encoder,
     )
 
 

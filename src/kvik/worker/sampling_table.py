@@ -16,7 +16,7 @@ from kvik.core.structured import Grammars, TextMatcher
 from kvik.kernels.ops import Draws, Masks, Penalties, Truncation
 from kvik.kernels.upload import upload
 from kvik.worker.dry import Dry
-from kvik.worker.logits_rules import Rule, TokenRules, gather_edits
+from kvik.worker.logits_rules import Edits, Rule, TokenRules, gather_edits
 from kvik.worker.sampling_batch import (
     NOTHING,
     GuessedRows,
@@ -352,15 +352,6 @@ class SamplingTable:
         if not needs:
             return SamplingBatch()
         rows = self._rows[slots]
-        edits = None
-        if needs & _Need.TOKEN_RULES:
-            generated = (positions - rows["num_prompt"]).tolist()
-            rules = [
-                (row, self._token_rules[slot], generated[row])
-                for row, slot in enumerate(slots.tolist())
-                if slot in self._token_rules
-            ]
-            edits = gather_edits(rules, self._device, supposed.by_row())
         logprobs = {}
         if needs & _Need.LOGPROBS:
             num_top = rows["logprobs"].tolist()
@@ -377,32 +368,40 @@ class SamplingTable:
                 typical = self._typical(judged, rows, positions, needs)
             if draws.any():
                 chosen = np.flatnonzero(draws)
-                everything = len(chosen) == len(rows)
-                random = RandomRows(
-                    None if everything else self._ids(chosen),
-                    self._draws(
-                        rows[chosen],
-                        positions[chosen],
-                        needs,
-                        stream if isinstance(stream, int) else stream[chosen],
-                    ),
-                )
+                some = None if len(chosen) == len(rows) else self._ids(chosen)
+                stream = stream if isinstance(stream, int) else stream[chosen]
+                drawn = self._draws(rows[chosen], positions[chosen], needs, stream)
+                random = RandomRows(some, drawn)
+        beams = np.flatnonzero(rows["needs"] & _Need.BEAM) if needs & _Need.BEAM else None
+        seen = self._seen
         return SamplingBatch(
-            edits=edits,
-            penalties=(
-                None if self._seen is None else self._penalties(self._seen, rows, slots, supposed)
-            ),
+            edits=self._edits(rows, slots, positions, supposed, needs),
+            penalties=None if seen is None else self._penalties(seen, rows, slots, supposed),
             masks=self._masks(slots, supposed) if needs & _Need.GRAMMAR else None,
             random=random,
             guessed=guessed,
             typical=typical,
             logprobs=logprobs,
-            beams=(
-                self._ids(np.flatnonzero(rows["needs"] & _Need.BEAM))
-                if needs & _Need.BEAM
-                else None
-            ),
+            beams=None if beams is None else self._ids(beams),
         )
+
+    def _edits(
+        self,
+        rows: NDArray[np.void],
+        slots: NDArray[np.integer],
+        positions: NDArray[np.integer],
+        supposed: Supposed,
+        needs: int,
+    ) -> Edits | None:
+        if not needs & _Need.TOKEN_RULES:
+            return None
+        generated = (positions - rows["num_prompt"]).tolist()
+        rules = [
+            (row, self._token_rules[slot], generated[row])
+            for row, slot in enumerate(slots.tolist())
+            if slot in self._token_rules
+        ]
+        return gather_edits(rules, self._device, supposed.by_row())
 
     def uniforms(
         self,

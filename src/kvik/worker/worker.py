@@ -124,7 +124,7 @@ class Worker:
         setup: RankSetup | None,
         stages: EarlierStages | None,
     ) -> EngineNetwork:
-        runner, cache, scheduler = config.runner, config.cache, config.scheduler
+        runner = config.runner
         self._stages, self._stages_prepare = stages, stages is not None
         chosen = platform(config, memory, setup)
         self._release_freed, self._graphs = chosen.release_freed, chosen.graph_memory
@@ -136,27 +136,14 @@ class Worker:
         pipeline = None
         if stages is not None:
             network = replace(network, earlier=stages)
-            steps = StageSteps(network, graph, inputs, cache.block_size)
+            steps = StageSteps(network, graph, inputs, config.cache.block_size)
             graph = pipeline = Pipeline(steps, stages)
             inputs = pipeline.inputs
             stages.wait_loaded()
         device, draw_bytes = chosen.parts.device, chosen.parts.draw_bytes
-        vocab_size = config.model.vocab_size
-        table = RequestTable(
-            scheduler.max_num_seqs,
-            scheduler.max_model_len,
-            len(cache.groups),
-            cache.block_size,
-            states=bool(config.model.states),
-            covered=config.state_rows if sizes.logs else 0,
-            type_stride=config.model.type_stride if config.model.token_types > 1 else 0,
-            shares=[group.shares for group in cache.groups],
-            budgets=any(group.budgeted for group in cache.groups),
-            adapters=sizes.adapters,
-        )
-        sampling = SamplingTable(
-            scheduler.max_num_seqs, vocab_size, device, draw_bytes, self._grammars
-        )
+        max_num_seqs, vocab_size = config.scheduler.max_num_seqs, config.model.vocab_size
+        table = _request_table(config, sizes)
+        sampling = SamplingTable(max_num_seqs, vocab_size, device, draw_bytes, self._grammars)
         speculator: Speculator | None = None
         compiled = chosen.parts.warm_ups.steps(network, config.model, sizes)
         self._idle_work: tuple[IdleWork, ...] = (compiled, graph)
@@ -316,6 +303,22 @@ class Worker:
         # A GPU that failed has no memory to release.
         with suppress(RuntimeError), on_device(self._device):
             self._release_freed()  # the next engine of this process plans with the free memory
+
+
+def _request_table(config: ResolvedConfig, sizes: StepSizes) -> RequestTable:
+    model, groups = config.model, config.cache.groups
+    return RequestTable(
+        config.scheduler.max_num_seqs,
+        config.scheduler.max_model_len,
+        len(groups),
+        config.cache.block_size,
+        states=bool(model.states),
+        covered=config.state_rows if sizes.logs else 0,
+        type_stride=model.type_stride if model.token_types > 1 else 0,
+        shares=[group.shares for group in groups],
+        budgets=any(group.budgeted for group in groups),
+        adapters=sizes.adapters,
+    )
 
 
 def page_mover(
