@@ -25,7 +25,7 @@ from kvik.kernels.weights import (
     mxfp4_weight,
     table_weight,
 )
-from kvik.nn.formats.base import LinearShape, OutputAxis, StoredTensor
+from kvik.nn.formats.base import LinearShape, OutputAxis, Shapes, StoredTensor
 from kvik.nn.formats.bits import pack_nibbles
 from kvik.nn.formats.compressed_tensors import WEIGHT
 from kvik.nn.formats.fp4 import powers_of_two
@@ -226,9 +226,7 @@ class Blocks:
 
     unread = ()
 
-    def __init__(
-        self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
-    ) -> None:
+    def __init__(self, scheme: StoredScheme, shape: LinearShape, stored: Shapes) -> None:
         """
         Raises:
             ValueError: the layer cannot be stored like this.

@@ -12,6 +12,8 @@ from torch import Tensor
 from kvik.kernels.weights import Weight, float_weight
 from kvik.nn.checkpoint import IN_RUNS, WHOLE, Selection
 
+Shapes = Mapping[str, tuple[int, ...]]  # of the tensors of a layer, by their names in it
+
 # Plain float weights.
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvik.errors import shown
 from kvik.kernels.weights import NUMBERS, Weight, float_weight, int8_weight, table_weight
-from kvik.nn.formats.base import LinearShape, OutputAxis, StoredTensor, TensorError
+from kvik.nn.formats.base import LinearShape, OutputAxis, Shapes, StoredTensor, TensorError
 from kvik.nn.formats.bits import unpack_nibbles
 from kvik.nn.formats.compressed_tensors import WEIGHT
 from kvik.nn.formats.integers import finite
@@ -37,9 +37,7 @@ class Bnb4Bit:
 
     unread = ()
 
-    def __init__(
-        self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
-    ) -> None:
+    def __init__(self, scheme: StoredScheme, shape: LinearShape, stored: Shapes) -> None:
         """See `GroupedFormat`."""
         if shape.inputs % 2:
             raise ValueError(f"its {shape.inputs} inputs do not fill bytes of two codes")
@@ -156,9 +154,7 @@ class Bnb8Bit:
 
     unread = ()
 
-    def __init__(
-        self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
-    ) -> None:
+    def __init__(self, scheme: StoredScheme, shape: LinearShape, stored: Shapes) -> None:
         """See `GroupedFormat`."""
         self.shape = shape
         self.has_order = "weight_format" in stored

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvik.nn.formats.base import LinearShape, OutputAxis, StoredTensor, TensorError
+from kvik.nn.formats.base import LinearShape, OutputAxis, Shapes, StoredTensor, TensorError
 from kvik.nn.formats.bits import WORD, pack_stream, unpack_stream, words_of
 from kvik.nn.formats.integers import (
     SIGN,
@@ -54,9 +54,7 @@ class PackQuantized(GroupedFormat):
     [2]; asymmetric weights also have weight_zero_point [outputs * bits / 32, groups], act-order
     adds weight_g_idx [inputs]."""
 
-    def __init__(
-        self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
-    ) -> None:
+    def __init__(self, scheme: StoredScheme, shape: LinearShape, stored: Shapes) -> None:
         """See `GroupedFormat`."""
         super().__init__(scheme, shape, stored)
         self.scale = scale_shape(scheme, shape, stored.get(SCALE))
@@ -116,9 +114,7 @@ class IntQuantized(GroupedFormat):
     """weight [outputs, inputs] int8 and weight_scale; asymmetric weights also have
     weight_zero_point int8."""
 
-    def __init__(
-        self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
-    ) -> None:
+    def __init__(self, scheme: StoredScheme, shape: LinearShape, stored: Shapes) -> None:
         """See `GroupedFormat`."""
         super().__init__(scheme, shape, stored)
         self.scale = scale_shape(scheme, shape, stored.get(SCALE))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.weights import Weight, mxfp4_weight, nvfp4_weight
-from kvik.nn.formats.base import LinearShape, OutputAxis, StoredTensor, TensorError
+from kvik.nn.formats.base import LinearShape, OutputAxis, Shapes, StoredTensor, TensorError
 from kvik.nn.formats.compressed_tensors import ACTIVATIONS, INPUT_SCALE, PACKED, SCALE, WEIGHT
 from kvik.nn.formats.integers import GroupedFormat, finite
 from kvik.spec.stored_weights import NVFP4_MODELOPT, StoredScheme
@@ -60,9 +60,7 @@ class Nvfp4(GroupedFormat):
 
     unread = (INPUT_SCALE, "input_global_scale")
 
-    def __init__(
-        self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
-    ) -> None:
+    def __init__(self, scheme: StoredScheme, shape: LinearShape, stored: Shapes) -> None:
         """See `GroupedFormat`."""
         super().__init__(scheme, shape, stored)
         self.packed, self.common = PACKED, "weight_global_scale"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvik.kernels.fp8 import Block, unround_fp8
 from kvik.kernels.weights import Weight, float_weight, fp8_weight
-from kvik.nn.formats.base import LinearShape, OutputAxis, StoredTensor, TensorError
+from kvik.nn.formats.base import LinearShape, OutputAxis, Shapes, StoredTensor, TensorError
 from kvik.nn.formats.compressed_tensors import ACTIVATIONS, INPUT_SCALE, SCALE, WEIGHT, scale_shape
 from kvik.nn.formats.integers import finite
 from kvik.spec.stored_weights import StoredScheme
@@ -25,9 +25,7 @@ class Fp8:
     outputs, blocks of inputs], where the last blocks may be partial. Static activation scales add
     input_scale [1]."""
 
-    def __init__(
-        self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
-    ) -> None:
+    def __init__(self, scheme: StoredScheme, shape: LinearShape, stored: Shapes) -> None:
         """See `GroupedFormat`."""
         self.scheme, self.shape = scheme, shape
         self.dtype = torch.float8_e5m2 if scheme.e5m2 else torch.float8_e4m3fn

@@ -18,7 +18,7 @@ from kvik.kernels.weights import (
     int8_weight,
     ordered_weight,
 )
-from kvik.nn.formats.base import LinearShape, OutputAxis, StoredTensor, TensorError
+from kvik.nn.formats.base import LinearShape, OutputAxis, Shapes, StoredTensor, TensorError
 from kvik.nn.formats.bits import (
     AWQ_BITS,
     AWQ_ORDER,
@@ -44,9 +44,7 @@ class GroupedFormat:
 
     unread: tuple[str, ...] = ()
 
-    def __init__(
-        self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
-    ) -> None:
+    def __init__(self, scheme: StoredScheme, shape: LinearShape, stored: Shapes) -> None:
         """
         Args:
             stored: shapes of the tensors that the layer has in the checkpoint, by name.
@@ -82,9 +80,7 @@ class Gptq(GroupedFormat):
     """qweight [inputs * bits / 32, outputs], qzeros [groups, outputs * bits / 32], scales
     [groups, outputs], g_idx [inputs], which may be absent if groups are contiguous."""
 
-    def __init__(
-        self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
-    ) -> None:
+    def __init__(self, scheme: StoredScheme, shape: LinearShape, stored: Shapes) -> None:
         """See `GroupedFormat`."""
         for name, count in (("inputs", shape.inputs), ("outputs", shape.outputs)):
             if count * scheme.bits % WORD:
@@ -159,9 +155,7 @@ PER_WORD = len(AWQ_ORDER)  # outputs in a word
 class Awq(GroupedFormat):
     """qweight [inputs, outputs / 8], qzeros [groups, outputs / 8], scales [groups, outputs]."""
 
-    def __init__(
-        self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
-    ) -> None:
+    def __init__(self, scheme: StoredScheme, shape: LinearShape, stored: Shapes) -> None:
         """See `GroupedFormat`."""
         if shape.outputs % PER_WORD:
             raise ValueError(f"its {shape.outputs} outputs do not fill words of {PER_WORD}")

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 
 from kvik.errors import ModelError, shown
-from kvik.nn.formats.base import Dense, LinearShape, WeightFormat
+from kvik.nn.formats.base import Dense, LinearShape, Shapes, WeightFormat
 from kvik.nn.formats.bitsandbytes import Bnb4Bit, Bnb8Bit
 from kvik.nn.formats.compressed_tensors import IntQuantized, PackQuantized
 from kvik.nn.formats.fp4 import Mxfp4Blocks, Mxfp4Packed, Nvfp4
@@ -18,7 +18,7 @@ from kvik.nn.gguf_blocks import Blocks
 from kvik.spec.stored_weights import BLOCK_LAYOUTS, KEY, Layout, StoredScheme
 
 # (scheme, shape of the layer, shapes of its tensors) -> format of the layer.
-MakeFormat = Callable[[StoredScheme, LinearShape, Mapping[str, tuple[int, ...]]], WeightFormat]
+MakeFormat = Callable[[StoredScheme, LinearShape, Shapes], WeightFormat]
 
 FORMATS: Mapping[Layout, MakeFormat] = MappingProxyType(
     {
@@ -42,10 +42,7 @@ MAX_LISTED = 8
 
 
 def choose_format(
-    layer: str,
-    stored: Mapping[str, tuple[int, ...]],
-    scheme: StoredScheme | None,
-    shape: LinearShape,
+    layer: str, stored: Shapes, scheme: StoredScheme | None, shape: LinearShape
 ) -> WeightFormat:
     """Return the format of a layer.
 
@@ -73,9 +70,7 @@ def choose_format(
     return made
 
 
-def has_scheme(
-    stored: Mapping[str, tuple[int, ...]], scheme: StoredScheme, shape: LinearShape
-) -> bool:
+def has_scheme(stored: Shapes, scheme: StoredScheme, shape: LinearShape) -> bool:
     """Return whether a layer has the tensors of a scheme; see `choose_format`."""
     try:
         format = FORMATS[scheme.layout](scheme, shape, stored)
@@ -84,7 +79,7 @@ def has_scheme(
     return set(format.tensors(torch.float32)) <= set(stored)
 
 
-def _mismatch(layer: str, stored: Mapping[str, tuple[int, ...]], names: str) -> ModelError:
+def _mismatch(layer: str, stored: Shapes, names: str) -> ModelError:
     listed = ", ".join(sorted(stored)[:MAX_LISTED])
     return ModelError(
         "model",
