@@ -208,6 +208,9 @@ SAMPLED_PARAMS = (
 )
 
 
+_SLOTS, _PLACES = np.zeros(1, np.int64), np.ones(1, np.int64)  # one row
+
+
 def rules(
     ops: Ops, vocab_size: int, device: torch.device, speculation: ResolvedSpeculation | None
 ) -> WarmUp:
@@ -215,48 +218,31 @@ def rules(
 
     If drafts are sampled or checked by probability, this includes calls that check drafts."""
     sampler = Sampler(ops, looks=False)
-    place = vocab_size, device
-    calls = [partial(_sample, sampler, *place, params) for params in SAMPLED_PARAMS]
+
+    def set_up(params: SamplingParams) -> tuple[SamplingTable, Tensor]:
+        table = SamplingTable(1, vocab_size, device)
+        table.set(0, params, 0, [0], [], frozenset())
+        return table, torch.zeros(1, vocab_size, device=device)
+
+    def sample(params: SamplingParams) -> None:
+        table, logits = set_up(params)
+        for supposed in (Supposed(_SLOTS[:0], _SLOTS[:0]), Supposed(_SLOTS, _SLOTS)):
+            sampler.sample(logits, table.batch(_SLOTS, _PLACES, supposed))
+
+    def judge(params: SamplingParams, options: ResolvedSpeculation) -> None:
+        """Check a draft by rejection sampling, and one by typical acceptance."""
+        table, logits = set_up(params)
+        if options.draws:
+            guess = sampler.guess(logits, table.batch(_SLOTS, _PLACES, stream=DRAFT))
+            assert guess.probs is not None
+            judged = Guesses(_SLOTS, _SLOTS, guess.probs)
+            sampler.sample(logits, table.batch(_SLOTS, _PLACES, judged=judged))
+        if options.typical is not None:
+            offers = Offers(_SLOTS, _SLOTS, options.typical)
+            sampler.sample(logits, table.batch(_SLOTS, _PLACES, judged=offers))
+
+    calls = [partial(sample, params) for params in SAMPLED_PARAMS]
     if speculation is not None and (speculation.draws or speculation.typical is not None):
-        calls += [
-            partial(_judge, sampler, *place, params, speculation)
-            for params in SAMPLED_PARAMS
-            if not params.greedy
-        ]
+        random = (params for params in SAMPLED_PARAMS if not params.greedy)
+        calls += [partial(judge, params, speculation) for params in random]
     return WarmUp(calls)
-
-
-_SLOTS, _PLACES = np.zeros(1, np.int64), np.ones(1, np.int64)  # one row
-
-
-def _set_up(vocab_size: int, device: torch.device, params: SamplingParams) -> SamplingTable:
-    table = SamplingTable(1, vocab_size, device)
-    table.set(0, params, 0, [0], [], frozenset())
-    return table
-
-
-def _sample(
-    sampler: Sampler, vocab_size: int, device: torch.device, params: SamplingParams
-) -> None:
-    table, logits = _set_up(vocab_size, device, params), torch.zeros(1, vocab_size, device=device)
-    for supposed in (Supposed(_SLOTS[:0], _SLOTS[:0]), Supposed(_SLOTS, _SLOTS)):
-        sampler.sample(logits, table.batch(_SLOTS, _PLACES, supposed))
-
-
-def _judge(
-    sampler: Sampler,
-    vocab_size: int,
-    device: torch.device,
-    params: SamplingParams,
-    speculation: ResolvedSpeculation,
-) -> None:
-    """Check a draft by rejection sampling, and one by typical acceptance."""
-    table, logits = _set_up(vocab_size, device, params), torch.zeros(1, vocab_size, device=device)
-    if speculation.draws:
-        guess = sampler.guess(logits, table.batch(_SLOTS, _PLACES, stream=DRAFT))
-        assert guess.probs is not None
-        judged = Guesses(_SLOTS, _SLOTS, guess.probs)
-        sampler.sample(logits, table.batch(_SLOTS, _PLACES, judged=judged))
-    if speculation.typical is not None:
-        offers = Offers(_SLOTS, _SLOTS, speculation.typical)
-        sampler.sample(logits, table.batch(_SLOTS, _PLACES, judged=offers))
