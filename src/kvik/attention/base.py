@@ -1,4 +1,11 @@
-"""The interface of attention backends: a backend plans a step once, then runs each layer."""
+"""The interface of attention backends: a backend plans a step once, then runs each layer.
+
+The tokens of a step are flat, sequence after sequence: q is [tokens, heads, head_dim], without a
+batch dimension and padding. K and V of all requests are in blocks of one cache per layer, and the
+block table of a sequence lists its blocks (`StepLayout`; Kwon et al. 2023, PagedAttention, arXiv
+2309.06180, section 4.1). A backend writes the K and V of this step's tokens into the cache, then
+attends over each sequence's keys there.
+"""
 
 from __future__ import annotations
 

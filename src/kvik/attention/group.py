@@ -1,4 +1,9 @@
-"""Attention in one process of a group, which has some of the heads."""
+"""Attention in one process of a group, which has some of the heads.
+
+Heads attend independently, so each process computes those that read its KV heads, over a cache of
+these (Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, section 3). The results of all heads are
+then exchanged, unless the product that reads them is divided in the same way.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +25,14 @@ if TYPE_CHECKING:
     from kvik.kernels.torch_group import TorchGroup
 
 
-def own_heads(attend: Attend, share: HeadShare) -> Attend:
+def heads_of(attend: Attend, share: HeadShare) -> Attend:
     """Return attention of the heads of one process."""
-    heads, own_kv, spec = slice(*share.heads), slice(*share.kv_heads), attend.spec
+    heads, kv_heads, spec = slice(*share.heads), slice(*share.kv_heads), attend.spec
     return replace(
         attend,
         q=attend.q[:, heads],
-        k=None if attend.k is None else attend.k[:, own_kv],
-        v=None if attend.v is None else attend.v[:, own_kv],
+        k=None if attend.k is None else attend.k[:, kv_heads],
+        v=None if attend.v is None else attend.v[:, kv_heads],
         spec=spec if spec.sinks is None else replace(spec, sinks=spec.sinks[heads]),
     )
 
@@ -71,9 +76,9 @@ class SharedHeads(DividedHeads):
     def run(self, attend: Attend) -> Tensor:
         heads, kv_heads, group = attend.q.shape[1], self.kv_heads(attend), self._group
         shares = [HeadShare.of(heads, kv_heads, rank, group.size) for rank in range(group.size)]
-        own_out = self._backend.run(own_heads(attend, shares[group.rank]))
+        part_out = self._backend.run(heads_of(attend, shares[group.rank]))
         return self._all_heads(
-            own_out, [share.heads for share in shares], apart=attend.spec.local_heads
+            part_out, [share.heads for share in shares], apart=attend.spec.local_heads
         )
 
     def run_latent(self, attend: AttendLatent) -> Tensor:
@@ -85,15 +90,22 @@ class SharedHeads(DividedHeads):
             self._backend.run_latent(part), shares, apart=attend.spec.local_heads
         )
 
-    def _all_heads(self, own_out: Tensor, shares: list[tuple[int, int]], *, apart: bool) -> Tensor:
-        """own [tokens, own heads, dim] -> [tokens, heads, dim]."""
-        (tokens, _, dim), heads = own_out.shape, shares[-1][1]
+    def _all_heads(self, part_out: Tensor, shares: list[tuple[int, int]], *, apart: bool) -> Tensor:
+        """Return the results of all heads, [tokens, heads, dim].
+
+        Args:
+            part_out: [tokens, heads of this process, dim].
+            shares: the first head of each process, and the one after its last.
+            apart: their consumer is divided in the same way, so in the fast cut those of other
+                processes are left unset.
+        """
+        (tokens, _, dim), heads = part_out.shape, shares[-1][1]
         if apart and self._fast:
-            out = own_out.new_empty(tokens, heads, dim)
-            out[:, slice(*shares[self._group.rank])] = own_out
+            out = part_out.new_empty(tokens, heads, dim)
+            out[:, slice(*shares[self._group.rank])] = part_out
             return out
         widths = [(end - first) * dim for first, end in shares]
-        return self._group.gather_columns(own_out.flatten(1), widths).view(tokens, heads, dim)
+        return self._group.gather_columns(part_out.flatten(1), widths).view(tokens, heads, dim)
 
 
 class GroupAttention(DividedHeads):
@@ -107,7 +119,7 @@ class GroupAttention(DividedHeads):
         tokens, heads, size = attend.q.shape
         kv_heads = self.kv_heads(attend)
         share = HeadShare.of(heads, kv_heads, self._group.rank, self._group.size)
-        part = own_heads(attend, share)
+        part = heads_of(attend, share)
         if part.k is not None and kv_heads < self._group.size:
             part = replace(part, k=self._copied(part.k))  # rotated in place, but shared by others
         out = self._group.take((tokens, heads, size), attend.q.dtype)
@@ -117,16 +129,16 @@ class GroupAttention(DividedHeads):
 
     def run_latent(self, attend: AttendLatent) -> Tensor:
         tokens, heads, _ = attend.q.shape
-        mine = slice(*share_of(heads, self._group.rank, self._group.size))
+        rank_heads = slice(*share_of(heads, self._group.rank, self._group.size))
         part = replace(
             attend,
-            q=attend.q[:, mine],
-            q_rope=attend.q_rope[:, mine],
+            q=attend.q[:, rank_heads],
+            q_rope=attend.q_rope[:, rank_heads],
             k_rope=self._copied(attend.k_rope),
         )
-        own_out = self._native.run_latent_by(self._ops, part)  # [tokens, own heads, value]
-        out = self._group.take((tokens, heads, own_out.shape[2]), own_out.dtype)
-        self._group.copy(own_out.flatten(1), out[:, mine].flatten(1))
+        part_out = self._native.run_latent_by(self._ops, part)  # [tokens, rank heads, value]
+        out = self._group.take((tokens, heads, part_out.shape[2]), part_out.dtype)
+        self._group.copy(part_out.flatten(1), out[:, rank_heads].flatten(1))
         self._group.exchange()
         return out
 

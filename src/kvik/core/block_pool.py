@@ -1,4 +1,9 @@
-"""KV blocks: ids, reference counts, an LRU free list and a hash index, every operation O(1)."""
+"""KV blocks: ids, reference counts, an LRU free list and a hash index, every operation O(1).
+
+The prefix cache needs no blocks of its own: a block that no request refers to keeps its content,
+and can be matched, until it is allocated again. The index of contents replaces the radix tree of
+SGLang (Zheng et al. 2024, arXiv 2312.07104): the hash of a block covers its whole prefix.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,16 @@
-"""The block tables of requests: match a prefix, allocate, commit, fork, free."""
+"""The block tables of requests: match a prefix, allocate, commit, fork, free.
+
+K and V of a request are in blocks of `block_size` tokens, anywhere in one pool, and its block table
+lists them in order (Kwon et al. 2023, PagedAttention, arXiv 2309.06180, section 4). So memory is
+allocated as a text grows, and of the blocks of a request at most the last is partly empty.
+
+When a block is full and its step is done, it is committed: published under the hash of all tokens
+up to its end, so that a request with the same prefix shares it instead of computing it. A shared
+block is never written. A partly filled one that is shared is copied before the first write (copy on
+write, section 4.4).
+
+`block_pool.py` has the blocks and the index of their contents.
+"""
 
 from __future__ import annotations
 

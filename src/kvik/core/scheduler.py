@@ -1,10 +1,18 @@
 """The scheduler: decides which requests compute how many tokens in each step, under one budget.
 
-There is no prefill phase and no decode phase. Each request's `num_computed_tokens` catches up with
-its known tokens: prompt, delivered output, and drafts. Chunked prefill, prefix hits, resumption
-after a preemption and speculation are the same case. Planning is optimistic: tokens count as
-computed once planned, so that the next step can be planned while this one runs; `update` takes back
-rejected drafts.
+Batching is continuous: requests join and leave the batch between any two steps (iteration-level
+scheduling; Yu et al. 2022, Orca). There is no prefill phase and no decode phase. Each request's
+`num_computed_tokens` catches up with its known tokens: prompt, delivered output, and drafts. So
+prompts in chunks beside decodes (Agrawal et al. 2023, Sarathi, arXiv 2308.16369), prefix hits,
+resumption after a preemption (Kwon et al. 2023, arXiv 2309.06180, section 4.5) and speculation are
+the same case.
+
+The budget of a step goes to the next token of each decoding request, then to their drafts, then to
+chunks of prompts, of running and of waiting requests, in the policy's order. If blocks run out, the
+request that is last in order loses its own, and later computes or loads its tokens again.
+
+Planning is optimistic: tokens count as computed once planned, so that the next step can be planned
+while this one runs; `update` takes back rejected drafts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""The step loop: plan, submit, process results. The only place where core and executor meet."""
+"""The step loop: plan, submit, process results. The only place where core and executor meet.
+
+An executor on a GPU, or a pipeline, has several steps in flight: the next one is planned and
+submitted before the result of the oldest is read, so that the host works while the device computes.
+If a plan depends on the result before it, as with drafts, steps are executed in turn.
+"""
 
 from __future__ import annotations
 

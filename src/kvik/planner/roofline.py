@@ -1,8 +1,9 @@
-"""The time of one step: the minimum by bytes and operations, and the expected on this machine.
+"""The time of one step: the least by bytes and operations, and the expected on this machine.
 
 The roofline (Williams et al. 2009): a part of a step takes at least the time to read its bytes, and
-at least the time to compute its operations. A calibration adds the cost of calls, and how close
-kvik's kernels come to either limit.
+at least the time to compute its operations, max(bytes / bandwidth, operations / rate). A step takes
+the sum of its parts. A calibration adds the cost of calls, and how close kvik's kernels come to
+either limit.
 """
 
 from __future__ import annotations

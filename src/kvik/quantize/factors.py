@@ -1,5 +1,11 @@
 """Factors of a block's inputs: statistics, their search, and folding them into the operation
-before."""
+before.
+
+W x = (W diag(s)) (diag(1/s) x) for any factors s > 0 of the inputs [inputs]. AWQ chooses s so that
+weights of inputs with large activations get finer steps, SmoothQuant so that weights and inputs
+have similar ranges. The operation before the layer gives x / s, so the model computes the same as
+before and nothing is multiplied at run time.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """GPTQ: the columns not yet rounded compensate the rounding error of each column.
 
 Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
-Transformers", section 3.3 and algorithm 1.
+Transformers", section 3.3 and algorithm 1. With H = 2 X X^T of the inputs X and H^-1 = U^T U, U
+upper triangular, rounding column i to q_i leaves the error e = (w_i - q_i) / U_ii, and each later
+column j becomes w_j - e U_ij: the least squared change of the outputs W X.
 """
 
 from __future__ import annotations

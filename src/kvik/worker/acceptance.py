@@ -1,4 +1,8 @@
-"""Estimates of how likely the drafts of each request are accepted, from its earlier drafts."""
+"""Estimates of how likely the drafts of each request are accepted, from its earlier drafts.
+
+A rate is accepted / tried with counts that decay, plus a prior worth a few drafts, so that requests
+without drafts yet have the rates of all requests.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,7 @@ class Acceptance:
         for i, parent in enumerate(parents[1:]):
             if parent:
                 self._paths[:, i] += self._paths[:, parent - 1]
-        self._leans = _leans(parents)
+        self._priors = _priors(parents)
         # Newer counts weigh more, which equals a decay of the older ones.
         self._weight = 1.0  # of the newest
         self._passed = 0  # steps for which the counts have not decayed yet
@@ -139,13 +143,13 @@ class Acceptance:
 
     def _find_common(self) -> None:
         shares: list[float] = [START]  # index -1: the prior of the first draft
-        counts = zip(self._leans, *self._all.tolist(), strict=True)
+        counts = zip(self._priors, *self._all.tolist(), strict=True)
         for (before, factor), tried, right in counts:
             shares.insert(-1, (right + _PRIOR * factor * shares[before]) / (tried + _PRIOR))
         self._common = np.array(shares[:-1])
 
 
-def _leans(parents: Sequence[int]) -> list[tuple[int, float]]:
+def _priors(parents: Sequence[int]) -> list[tuple[int, float]]:
     """Return the prior of each draft: the draft whose rate it is (-1: `START`), and a factor."""
     last: dict[int, int] = {}
     priors = []

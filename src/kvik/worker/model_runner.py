@@ -8,9 +8,10 @@ evaluates the rules while the device computes.
 
 Drafts are different: the number accepted determines positions, blocks and tokens of the next step.
 So a step after one with drafts is planned when the result of that one is known
-(`Executor.in_turn`). A GPU waits meanwhile: for reading and checking the tokens, the plan, the
-drafts, the inputs and their copy. Avoiding this would need a drafter that runs on the device, and
-places computed there. All other work overlaps with a forward: sending deltas, receiving requests.
+(`Executor.in_turn`). Meanwhile a GPU waits for the host to read and check the tokens, plan, draft,
+and prepare and copy the inputs. Avoiding this would need a drafter that runs on the device, and
+positions computed there. All other work overlaps with a forward: sending deltas, receiving
+requests.
 
 In a pipeline, beginning a step only prepares its inputs and hands them to the earlier stages; its
 forward here, and what follows, runs when the step is finished.

@@ -1,5 +1,10 @@
 """Proposes the drafts of the next step: how many each request gets, and what they cost.
 
+Speculative decoding (Leviathan et al. 2023, arXiv 2211.17192) in the worker: after a step a drafter
+guesses the next tokens of its requests (`drafters/`), as many as `adaptive.py` allows. The model
+computes them with the newest token in the next step, and `rejection.py` decides how many of them
+are output.
+
 The request table contains the drafts, after the known tokens. The scheduler is given their number
 and decides how many, from the first on, are checked in the next step of their request; the others
 are dropped then.

@@ -1,4 +1,8 @@
-"""Draw one token per row by inverse CDF, and compute the probability of each token."""
+"""Draw one token per row by inverse CDF, and compute the probability of each token.
+
+A row [vocab] of logits and one uniform number in [0, 1) determine its token. So the token does not
+depend on other rows, and sampling keeps no state.
+"""
 
 from __future__ import annotations
 

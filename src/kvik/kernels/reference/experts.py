@@ -1,4 +1,9 @@
-"""The choice of experts for each token, and the MLPs of the chosen experts."""
+"""The choice of experts for each token, and the MLPs of the chosen experts.
+
+A router scores all experts of a layer, and a token goes through the `active` best of them; the
+output is the sum of their outputs, weighted by their scores (Shazeer et al. 2017, arXiv
+1701.06538). Routers differ in how scores become a choice and weights (`spec/experts.py`).
+"""
 
 from __future__ import annotations
 

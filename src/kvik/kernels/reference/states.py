@@ -1,5 +1,16 @@
-"""Layers that keep a state: a short convolution, and the gated delta rule or a state space, token
-by token."""
+"""Layers that keep a state: a short convolution, and a recurrence, token by token.
+
+Each value head has a state S [key_dim, value_dim]. A token with q, k [key_dim] and v [value_dim], a
+decay d in (0, 1) and a factor b changes it and reads it, with k^T x the outer product:
+
+    S = d S
+    S = S + k^T b (v - k S)    the gated delta rule (Yang et al. 2024, arXiv 2412.06464)
+    S = S + k^T b v            a state space (Mamba-2; Dao and Gu 2024, arXiv 2405.21060)
+    y = q S                    for a state space, y = q S + skip v
+
+The delta rule replaces what the state returns for k by v. In Kimi Linear (2025, arXiv 2510.26692) d
+is a number for each row of S.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Drafts in a tree, by a layer that continues the model's hidden states (models/draft_heads.py)."""
+"""Drafts in a tree, by a layer that continues the model's hidden states (after EAGLE; Li et al.
+2024, arXiv 2401.15077; `models/draft_heads.py`).
+
+The layer makes a hidden state of a node from that of its parent and from the node's token; the
+model's head makes the candidates for its children from it. So a tree takes a forward of the layer
+for each level, and none of the model.
+"""
 
 from __future__ import annotations
 

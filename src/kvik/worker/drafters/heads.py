@@ -1,4 +1,9 @@
-"""Draft heads: loading them from a folder, and choosing a tree of drafts for their accuracies."""
+"""Draft heads: loading them from a folder, and choosing a tree of drafts for their accuracies.
+
+Medusa's heads (Cai et al. 2024, arXiv 2401.10774) all read the hidden state from which the newest
+token was sampled; head d predicts the token d positions after it. The likeliest tokens of each head
+form the tree (`draft_tree.py`).
+"""
 
 from __future__ import annotations
 
