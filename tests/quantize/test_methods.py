@@ -7,7 +7,7 @@ import torch
 
 from kvik.quantize.factors import InputStatistics
 from kvik.quantize.gptq import rtn
-from kvik.quantize.methods import Given, quantise_layers
+from kvik.quantize.methods import MatrixInputs, quantise_layers
 from kvik.quantize.quantised import recipe_grid
 from kvik.quantize.recipe import Recipe
 
@@ -21,7 +21,7 @@ def test_rows_of_queries_and_keys_are_not_clipped(whole: int) -> None:
     statistics = InputStatistics(64, moment=False)
     statistics.add(x)
     recipe = Recipe("awq", 3, 32)
-    given = Given(statistics.sample, statistics)
+    given = MatrixInputs(statistics.sample, statistics)
     ((_, found),) = quantise_layers(recipe, {"qkv": w}, given, {"qkv": whole}, torch.float32)
     steps, uncut = (
         found.scales.scales,

@@ -30,7 +30,13 @@ from kvik.quantize.factors import (
     fold_block,
     smoothing_factors,
 )
-from kvik.quantize.methods import Given, as_given, output_error, quantise_layers, weight_error
+from kvik.quantize.methods import (
+    MatrixInputs,
+    as_multiplied,
+    output_error,
+    quantise_layers,
+    weight_error,
+)
 from kvik.quantize.model_blocks import ModelBlocks, open_blocks
 from kvik.quantize.quantised import BlockResult, LayerResult, Progress, recipe_grid
 from kvik.quantize.recipe import Recipe
@@ -428,7 +434,7 @@ class _Pass:
         recipe, weights = self._recipe, {name: folded.weights[name] for name in names}
         inputs = None
         if statistics and statistics[matrix].tokens:  # else an expert that no token reached
-            inputs = Given(folded.sample(matrix, statistics[matrix]), statistics[matrix])
+            inputs = MatrixInputs(folded.sample(matrix, statistics[matrix]), statistics[matrix])
         unclipped = {
             self._model.stored(name, index): rows
             for name, rows in unclipped_rows(self._spec, index).items()
@@ -439,8 +445,8 @@ class _Pass:
                 if inputs is None:
                     error = weight_error(weights[name], rounded)
                 else:
-                    met = as_given(recipe, result, inputs.sample)
-                    error = output_error(weights[name], rounded, inputs.sample, met)
+                    multiplied = as_multiplied(recipe, result, inputs.sample)
+                    error = output_error(weights[name], rounded, inputs.sample, multiplied)
                 yield LayerResult(name, result, error, inputs is not None), rounded
         except ValueError as error:
             raise ModelError("model", f"layer {shown(names[0])}: {error}") from None
@@ -455,7 +461,7 @@ class _Pass:
         def watch(matrix: int, x: Tensor) -> Tensor:
             if matrix not in layers:
                 return x
-            return as_given(self._recipe, layers[matrix], x).to(x.dtype)
+            return as_multiplied(self._recipe, layers[matrix], x).to(x.dtype)
 
         return watch
 

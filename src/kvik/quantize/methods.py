@@ -19,7 +19,7 @@ NARROW = 448.0  # the largest number of E4M3, which a static scale of 1 holds
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class MatrixInputs:
     """The calibration inputs of a matrix."""
 
     sample: Tensor  # [tokens, inputs], divided by the factors that were folded
@@ -29,7 +29,7 @@ class Given:
 def quantise_layers(
     recipe: Recipe,
     weights: Mapping[str, Tensor],
-    inputs: Given | None,
+    inputs: MatrixInputs | None,
     unclipped: Mapping[str, int],
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, Result]]:
@@ -62,23 +62,23 @@ def quantise_layers(
             yield name, rtn(w, recipe_grid(recipe, name, dtype))
 
 
-def as_given(recipe: Recipe, quantised: Result, x: Tensor) -> Tensor:
+def as_multiplied(recipe: Recipe, quantised: Result, x: Tensor) -> Tensor:
     """Return the inputs x [tokens, inputs] as a quantised layer uses them; fp32 if rounded."""
     if isinstance(quantised, Float8):
         return quantised.kernel_inputs(x)
     return round_tokens(x) if recipe.rounds_activations else x
 
 
-def output_error(w: Tensor, rounded: Tensor, x: Tensor, met: Tensor) -> float:
+def output_error(w: Tensor, rounded: Tensor, x: Tensor, multiplied: Tensor) -> float:
     """Return || W X - Q X' || / || W X ||; 0 if W X is 0.
 
     Args:
         w, rounded: [outputs, inputs].
         x: [tokens, inputs] fp32.
-        met: [tokens, inputs] fp32, X': the inputs that Q multiplies.
+        multiplied: [tokens, inputs] fp32, X': the inputs as Q multiplies them.
     """
     exact = x @ w.float().t()
-    outputs = met @ rounded.t()
+    outputs = multiplied @ rounded.t()
     norm = float(exact.norm())
     return float((exact - outputs).norm()) / norm if norm else 0.0
 
@@ -89,7 +89,7 @@ def weight_error(w: Tensor, rounded: Tensor) -> float:
     return float((w.float() - rounded).norm()) / norm if norm else 0.0
 
 
-def _float8(w: Tensor, recipe: Recipe, inputs: Given | None, dtype: torch.dtype) -> Float8:
+def _float8(w: Tensor, recipe: Recipe, inputs: MatrixInputs | None, dtype: torch.dtype) -> Float8:
     absmax = None
     if recipe.activation_scheme == "static":
         # for an expert that no token reached, the scale is 1
@@ -100,7 +100,7 @@ def _float8(w: Tensor, recipe: Recipe, inputs: Given | None, dtype: torch.dtype)
 
 
 def _gptq(
-    recipe: Recipe, weights: Mapping[str, Tensor], inputs: Given, dtype: torch.dtype
+    recipe: Recipe, weights: Mapping[str, Tensor], inputs: MatrixInputs, dtype: torch.dtype
 ) -> Iterator[tuple[str, Result]]:
     """Quantise the layers, which have equal bits, as one weight: rows are independent, and so the
     second moment of the inputs is factored once."""

@@ -1,14 +1,16 @@
 """Drafts from heads that read the hidden states of all tokens: the model's own head for multi-token
-prediction (`PredictorSpec`), and EAGLE-3 (`models/eagle3.py`).
+prediction (`PredictorSpec`; DeepSeek-V3, arXiv 2412.19437, section 2.2), and EAGLE-3 (Li et al.
+2025, arXiv 2503.01840; `models/eagle3.py`).
 
 Such a head has one layer, whose keys and values are in the target's blocks: as those of one more
-layer, or in a cache of its own that has the same blocks. Its entry at a place is of the model's
-hidden state there and of the token after it, so it is computed after each step, for every token of
-every request: later requests may share the block, and hidden states are not kept. The drafts after
-the first continue from the head's own hidden states; the next steps replace their entries.
+layer, or in a cache of its own that has the same blocks. The key and value at a position are made
+from the model's hidden state there and the token after it. This is done after each step, for every
+token of every request, since later requests may share the block and hidden states are not kept.
+The drafts after the first continue from the head's own hidden states; the next steps replace their
+keys and values.
 
-The last entry of a shared prefix may be of the token that followed it in another request. This
-costs drafts, if anything: every draft is verified.
+Those at the last position of a shared prefix may be made from the token that followed it in another
+request. This costs drafts, if anything: every draft is verified.
 """
 
 from __future__ import annotations

@@ -189,13 +189,13 @@ class SuffixDrafter(Drafter):
         """
         self._table = table
         self._max_tokens = max_tokens
-        self._texts: dict[int, _OwnText] = {}  # by slot
+        self._texts: dict[int, _RequestText] = {}  # by slot
         self._outputs = TenantOutputs(max_tokens) if shared else None
 
     def enter(self, slot: int) -> None:
         length = int(self._table.num_tokens[slot])
         half = self._max_tokens // 2  # the rest is for the output
-        self._texts[slot] = _OwnText(self._max_tokens, max(0, length - half))
+        self._texts[slot] = _RequestText(self._max_tokens, max(0, length - half))
 
     def leave(self, slot: int) -> None:
         del self._texts[slot]
@@ -219,7 +219,7 @@ class SuffixDrafter(Drafter):
         return Drafts.of(drafts)
 
 
-class _OwnText:
+class _RequestText:
     """The text of one request, as far as it has been read."""
 
     def __init__(self, max_tokens: int, start: int) -> None:
