@@ -83,14 +83,15 @@ public:
     }
     // keys: most of a query.
     static size_t scratch_bytes(const choose_keys_args& a, int64_t keys) {
-        return size_t(rows_of(a) * a.dim) * sizeof(Factor) + size_t(rows_of(a) + keys + kTile) * sizeof(float);
+        return size_t(rows_of(a) * a.dim) * sizeof(Factor) + size_t(rows_of(a) + 2 * keys + kTile) * sizeof(float);
     }
 
-    Chooser(const choose_keys_args& args, char* scratch)
+    Chooser(const choose_keys_args& args, char* scratch, int64_t keys)
         : a(args), rows(rows_of(args)), shapes(args.dim), layout{1, args.dim, args.block_size} {
         factors = reinterpret_cast<Factor*>(scratch);
         weights = reinterpret_cast<float*>(factors + rows * a.dim);
-        scores = weights + rows;
+        orders = reinterpret_cast<uint32_t*>(weights + rows);
+        scores = reinterpret_cast<float*>(orders + keys);
     }
 
     void take(int64_t query) {
@@ -159,7 +160,8 @@ public:
         const int64_t first = first_key(), count = num_keys(), end = first + count;
         auto* words = static_cast<uint64_t*>(a.out) + token * a.out_stride;
         if (count <= a.top) {
-            for (int64_t at = 0; at < end; at += kTile) words[at / kTile] = paged::bits_between(first - at, end - at);
+            for (int64_t at = first / kTile * kTile; at < end; at += kTile)
+                words[at / kTile] = paged::bits_between(first - at, end - at);
             return;
         }
         if (queries.tree) {
@@ -167,39 +169,58 @@ public:
             for (uint64_t path = queries.tree[place]; path; path &= path - 1)
                 of_keys[to++] = of_keys[queries.cached + __builtin_ctzll(path)];
         }
-        const Cut cut = cut_of(of_keys + first, count);
-        for (int64_t at = 0; at < end; at += kTile) words[at / kTile] = 0;
-        int64_t equals = cut.equals;
-        for (int64_t i = first; i < end; i++) {
-            const uint32_t order = ordered(of_keys[i]);
-            words[i / kTile] |= uint64_t(order > cut.lowest || (order == cut.lowest && equals-- > 0)) << i % kTile;
+        const uint32_t lowest = lowest_of(of_keys + first, count);
+        const float cut = value_of(uint64_t(lowest) << 32);
+        int64_t left = a.top;
+        for (int64_t at = first / kTile * kTile; at < end; at += kTile) {
+            const uint64_t above = above_cut(of_keys + at, cut) & paged::bits_between(first - at, end - at);
+            left -= __builtin_popcountll(above);
+            words[at / kTile] = above;
+        }
+        for (int64_t i = first; left > 0; i++) {
+            const bool equals = ordered(of_keys[i]) == lowest;
+            words[i / kTile] |= uint64_t(equals) << i % kTile;
+            left -= equals;
         }
     }
 
     float* scores;  // of a query that one thread scores
 
 private:
-    // The smallest of the `top` largest scores, and how many of these equal it.
-    struct Cut {
-        uint32_t lowest;
-        int64_t equals;
-    };
-    // Finds the bits of the smallest, some in each round, the highest first.
-    Cut cut_of(const float* of_keys, int64_t count) const {
-        constexpr int kBits = 11, kShifts[] = {22, 11, 0};
-        Cut cut{0, a.top};
-        for (int shift : kShifts) {
-            int32_t counts[1 << kBits] = {};
-            const uint64_t known = uint64_t(cut.lowest) >> shift >> kBits;
-            for (int64_t i = 0; i < count; i++) {
-                const uint32_t order = ordered(of_keys[i]);
-                if (uint64_t(order) >> shift >> kBits == known) counts[order >> shift & ((1 << kBits) - 1)]++;
+    // The smallest of the `top` largest scores, as `ordered`. They are sorted into buckets of equal width, one of which
+    // has it; its members are sorted into narrower buckets.
+    uint32_t lowest_of(const float* of_keys, int64_t count) const {
+        constexpr int64_t kBuckets = 2048;
+        for (int64_t i = 0; i < count; i++) orders[i] = ordered(of_keys[i]);
+        for (int64_t left = a.top;;) {
+            uint32_t least = orders[0], most = orders[0];
+            for (int64_t i = 1; i < count; i++) {
+                least = orders[i] < least ? orders[i] : least;
+                most = orders[i] > most ? orders[i] : most;
             }
-            int bucket = (1 << kBits) - 1;
-            for (; counts[bucket] < cut.equals; bucket--) cut.equals -= counts[bucket];
-            cut.lowest |= uint32_t(bucket) << shift;
+            int shift = 0;
+            while ((most - least) >> shift >= kBuckets) shift++;
+            int32_t counts[kBuckets] = {};
+            for (int64_t i = 0; i < count; i++) counts[(orders[i] - least) >> shift]++;
+            uint32_t bucket = (most - least) >> shift;
+            for (; counts[bucket] < left; bucket--) left -= counts[bucket];
+            if (shift == 0) return least + bucket;
+            int64_t kept = 0;
+            for (int64_t i = 0; i < count; i++) {
+                const uint32_t order = orders[i];
+                orders[kept] = order;
+                kept += (order - least) >> shift == bucket;
+            }
+            count = kept;
         }
-        return cut;
+    }
+
+    // A bit for each score of a tile above the cut. NaN is above infinity.
+    static uint64_t above_cut(const float* of_keys, float cut) {
+        uint64_t above = 0;
+        for (int n = 0; n < kTile; n += kLanes)
+            above |= uint64_t(bits(not_le(load(of_keys + n), broadcast(cut)))) << n;
+        return is_nan(cut) ? 0 : above;
     }
 
     const choose_keys_args& a;
@@ -208,6 +229,7 @@ private:
     const KvLayout layout;
     float* weights;
     Factor* factors;
+    uint32_t* orders;  // of scores
 
     int64_t token, place;  // of the query in the step, in its sequence
     paged::Queries queries{};
@@ -229,7 +251,7 @@ void choose(const choose_keys_args& a, Team& team) {
     float* shared = few ? static_cast<float*>(shared_scratch(team, 0, size_t(tokens * row) * sizeof(float))) : nullptr;
     if (few)
         together(team, tokens * parts, [&](Member& member) {
-            Chooser<Format, T> chooser(a, static_cast<char*>(member.scratch(scratch)));
+            Chooser<Format, T> chooser(a, static_cast<char*>(member.scratch(scratch)), longest);
             for (int64_t task; (task = member.next()) >= 0;) {
                 chooser.take(task / parts);
                 const int64_t begin = task % parts * kKeysPerTask, last = chooser.end_scored();
@@ -239,7 +261,7 @@ void choose(const choose_keys_args& a, Team& team) {
             }
         });
     together(team, tokens, [&](Member& member) {
-        Chooser<Format, T> chooser(a, static_cast<char*>(member.scratch(scratch)));
+        Chooser<Format, T> chooser(a, static_cast<char*>(member.scratch(scratch)), longest);
         for (int64_t token; (token = member.next()) >= 0;) {
             chooser.take(token);
             float* scores = few ? shared + token * row : chooser.scores;

@@ -73,8 +73,8 @@ SPLIT_KEYS, LONG_CONTEXTS = 512, 8
 # Numbers per key while layers with a budget select tokens: sums, means, their order, places.
 CHOOSING_NUMBERS = 16
 # Queries whose scores are kept at a time while an indexer chooses keys: those of a short step, and
-# one of each thread.
-INDEX_ROWS = 2 * 64
+# one of each thread, twice.
+INDEX_ROWS = 3 * 64
 CHECKPOINTS_EACH = 2  # checkpoints of states, for each request of the largest step
 DRAFT_STATES = 2  # of a draft model, for each request: of its known tokens, and with drafts
 
