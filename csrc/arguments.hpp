@@ -131,10 +131,11 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     P(q) I(q_stride) I(heads) P(k) I(k_stride) I(kv_heads) P(rotation) I(rows)           \
     I(head_dim) I(dtype)
 
-// Stores k and v [rows, kv_heads, head_dim] in the cache (layout: kv_layout.hpp). Scales: 16-bit words
-// [blocks, kv_heads, block_size] (kv_numbers.hpp), only for int8, fp8 and int4 caches.
+// Stores k [rows, kv_heads, head_dim] and v [rows, kv_heads, value_dim], followed by zeros up to head_dim, in the cache
+// (layout: kv_layout.hpp). Scales: 16-bit words [blocks, kv_heads, block_size] (kv_numbers.hpp), only for int8, fp8 and
+// int4 caches.
 #define KVIK_ARGS_store_kv(P, I, F)                                                      \
-    P(k) I(k_stride) P(v) I(v_stride) P(k_cache) P(v_cache) P(k_scales) P(v_scales)      \
+    P(k) I(k_stride) P(v) I(v_stride) I(value_dim) P(k_cache) P(v_cache) P(k_scales) P(v_scales) \
     P(slot_mapping) I(rows) I(kv_heads) I(head_dim) I(block_size) I(dtype) I(kv_dtype)
 
 // Loads keys and values from the cache: k and v [rows, kv_heads, head_dim] of the
@@ -177,26 +178,27 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     P(tree) P(first_keys) I(heads) I(dim) I(block_size) I(top) P(out) I(out_stride)      \
     I(dtype)
 
-// Attention of all sequences of a step over the paged cache. q, out [tokens, heads, head_dim], heads
-// dense; sequence s owns tokens query_start_loc[s] .. [s + 1] (int32), which are the last ones of its
-// seq_lens[s] (int32) keys. block_table [num_seqs, table_stride] int32. window: the most visible keys, including
-// the query's own; 0 for all. chunked: they begin at a multiple of window. tree: null, or int64 [tokens]: 0 for all
-// tokens of a plain sequence. Otherwise the sequence has at most 63 tokens in this step, the nodes of a tree: bit j
-// of a token's word says whether the j-th of them is an ancestor or itself. A node attends exactly, to the bit, as if
-// only the keys of its path followed the cached ones. value_dim: columns of a value and of out. Without v_cache the
-// values are the first value_dim columns of the keys, and q has value_dim columns: the others are in q_rope [tokens,
-// heads, head_dim - value_dim]. A score s = scale * q k becomes softcap * tanh(s / softcap), unless softcap is 0.
-// sinks: null, or fp32 [heads]: an extra score for each head, with no value. sink_keys: with a window, how many of the
-// first keys all queries also see. sink_q: the queries for these keys, shaped like q [tokens, heads, head_dim]; null:
-// q itself. reach: 0, or a query sees up to this many keys before and after its own, where they exist, and there is
-// neither window nor tree. first_keys: null, or int32 [num_seqs]: the first key of each sequence that any of its
-// queries sees; then there is no window. chosen: null, or the keys that each token reads, as `choose_keys` writes them.
+// Attention of all sequences of a step over the paged cache. q [tokens, heads, head_dim], out [tokens, heads, out_dim],
+// heads dense; sequence s owns tokens query_start_loc[s] .. [s + 1] (int32), which are the last ones of its seq_lens[s]
+// (int32) keys. block_table [num_seqs, table_stride] int32. window: the most visible keys, including the query's own; 0
+// for all. chunked: they begin at a multiple of window. tree: null, or int64 [tokens]: 0 for all tokens of a plain
+// sequence. Otherwise the sequence has at most 63 tokens in this step, the nodes of a tree: bit j of a token's word
+// says whether the j-th of them is an ancestor or itself. A node attends exactly, to the bit, as if only the keys of
+// its path followed the cached ones. value_dim: columns of a value. Without v_cache the values are the first value_dim
+// columns of the keys, and q has value_dim columns: the others are in q_rope [tokens, heads, head_dim - value_dim].
+// out_dim: how many of the columns of a value out has. A score s = scale * q k becomes softcap * tanh(s / softcap),
+// unless softcap is 0. sinks: null, or fp32 [heads]: an extra score for each head, with no value. sink_keys: with a
+// window, how many of the first keys all queries also see. sink_q: the queries for these keys, shaped like q [tokens,
+// heads, head_dim]; null: q itself. reach: 0, or a query sees up to this many keys before and after its own, where they
+// exist, and there is neither window nor tree. first_keys: null, or int32 [num_seqs]: the first key of each sequence
+// that any of its queries sees; then there is no window. chosen: null, or the keys that each token reads, as
+// `choose_keys` writes them.
 #define KVIK_ARGS_attention(P, I, F)                                                     \
     P(q) I(q_stride) P(q_rope) I(q_rope_stride) I(value_dim) P(k_cache) P(v_cache) P(k_scales) P(v_scales) P(block_table)        \
     I(table_stride) P(query_start_loc) P(seq_lens) I(num_seqs) I(heads) I(kv_heads)      \
     I(head_dim) I(block_size) I(window) I(chunked) I(reach) P(tree) F(scale) F(softcap) P(sinks)  \
     I(sink_keys) P(sink_q) I(sink_q_stride) P(first_keys) P(chosen)               \
-    I(chosen_stride) P(out) I(out_stride)                                                \
+    I(chosen_stride) P(out) I(out_stride) I(out_dim)                                     \
     I(dtype) I(kv_dtype)
 
 // y [rows, outputs] = act(x W^T + bias) + residual. weight, scales, zeros as `pack_matrix` laid them

@@ -64,9 +64,9 @@ inline void add_sink(float* total, float sink, int64_t head_dim) {
 inline void write_out(const attention_args& a, float* total, int64_t token, int64_t head) {
     if (a.sinks) add_sink(total, static_cast<const float*>(a.sinks)[head], a.value_dim);
     const float sum = *Record::weights(total, a.value_dim);
-    const int64_t at = token * a.out_stride + head * a.value_dim;
+    const int64_t at = token * a.out_stride + head * a.out_dim;
     const F32 divisor = broadcast(sum == 0.0f ? 1.0f : sum);
-    for (int64_t d = 0; d < a.value_dim; d += kLanes) {
+    for (int64_t d = 0; d < a.out_dim; d += kLanes) {
         // + 0: a masked key may or may not have added +0 to a sum that underflowed to -0
         const F32 result = add(div(load(total + d), divisor), zero());
         if (a.dtype == kF32)

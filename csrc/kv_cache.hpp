@@ -129,7 +129,7 @@ void store_bf16(const store_kv_args& a, Team& team) {
 
 template <class Stored>
 void store_as(const store_kv_args& a, Team& team) {
-    if (std::is_same_v<Stored, bf16> && a.dtype == kBF16) return store_bf16(a, team);
+    if (std::is_same_v<Stored, bf16> && a.dtype == kBF16 && a.value_dim == a.head_dim) return store_bf16(a, team);
     each_head(a, team, [&](int64_t row, int64_t head, int64_t strip, int64_t place, int64_t t) {
         alignas(64) float floats[kMaxHeadDim];
         uint16_t none;
@@ -138,7 +138,8 @@ void store_as(const store_kv_args& a, Team& team) {
         strip /= kNumbers<Stored>;
         read_head(floats, a.k, row * a.k_stride + head * a.head_dim, a.head_dim, a.dtype);
         put_key(static_cast<Stored*>(a.k_cache) + strip, t, floats, a.head_dim, key_word);
-        read_head(floats, a.v, row * a.v_stride + head * a.head_dim, a.head_dim, a.dtype);
+        read_head(floats, a.v, row * a.v_stride + head * a.value_dim, a.value_dim, a.dtype);
+        for (int64_t d = a.value_dim; d < a.head_dim; d += kLanes) store(floats + d, zero());
         put_value(static_cast<Stored*>(a.v_cache) + strip, t, floats, a.head_dim, value_word);
     });
 }

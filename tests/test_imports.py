@@ -28,7 +28,7 @@ BUDGETS = {
         {"msgspec", "typing_extensions"},
         137,
     ),
-    "import kvik.cli.generate as v; v.build_parser()": ({"tokenizers"}, 93),
+    "import kvik.cli.generate as v; v.build_parser()": ({"tokenizers"}, 97),
     "import kvik.llm": ({"tokenizers"}, 133),
     "import kvik.engine_process": ({"tokenizers", "msgspec", "typing_extensions"}, 140),
     "import kvik.cli.serve as v; v.build_parser()": (

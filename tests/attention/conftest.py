@@ -110,7 +110,12 @@ class Step:
                 rows[:, head] = weights @ values[:, shared].double()
             out.append(rows)
             start += new
-        return torch.cat(out)
+        return torch.cat(out)[..., : self.spec.value_dim]
+
+    def narrowed(self, value_dim: int) -> Step:
+        """Return the step with fewer channels of values."""
+        v = self.v[..., :value_dim].contiguous()  # heads are dense
+        return replace(self, v=v, spec=replace(self.spec, value_dim=value_dim))
 
 
 def turned(x: Tensor, rotation: Tensor) -> Tensor:

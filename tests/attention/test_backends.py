@@ -60,6 +60,19 @@ def test_head_dims(backend, make_step, dim):
     step.check(step.run(backend), atol=5e-6)
 
 
+@pytest.mark.parametrize("kv_dtype", KV_FORMATS.values(), ids=KV_FORMATS)
+@pytest.mark.parametrize("name", ["decode batch", "chunk behind a prefix", "mixed"])
+def test_values_narrower_than_keys(backend, make_step, name, kv_dtype):
+    """Results are those of values that end in zeros."""
+    step = make_step(STEPS[name], dim=48, kv_dtype=kv_dtype)
+    narrow = step.narrowed(32).run(backend)
+    assert narrow.shape[2] == 32
+    if kv_dtype == torch.float32:
+        step.narrowed(32).check(narrow)
+    padded = replace(step, v=torch.nn.functional.pad(step.v[..., :32], (0, 16)))
+    assert torch.equal(narrow, padded.run(backend)[..., :32])
+
+
 @pytest.mark.parametrize("window", [None, 17, sinks(4, 17)], ids=str)
 @pytest.mark.parametrize("name", ["decode batch", "chunk behind a prefix", "mixed"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

@@ -124,6 +124,15 @@ def test_keys_before_the_first_one_are_ignored(kernel, make_step, firsts):
     assert not torch.allclose(found, attend(step), rtol=1e-2, atol=1e-2)
 
 
+def test_values_narrower_than_keys(make_step):
+    step = make_step([(12, 1), (0, 9)], 16, 2, 1, 32).narrowed(16)
+    step.kv = there(step.kv)
+    backend = TritonAttention(TORCH)
+    q, k, v, layout = (there(x) for x in (step.q, step.k, step.v, step.layout))
+    found = backend.run(Attend(q, k, v, step.kv, backend.plan(layout, None), step.spec))
+    step.check(found.cpu())
+
+
 @pytest.mark.parametrize("window", [None, sinks(4, 20)], ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_capped_scores_and_sinks(kernel, make_step, options, window):

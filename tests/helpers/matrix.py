@@ -215,6 +215,14 @@ CHUNKED = {  # layers that see chunks of 72 keys, and layers without positions; 
     "floor_scale": 16,
 }
 
+NARROW = model_config(  # values narrower than keys; windows with learned sinks, and no windows
+    "MiMoV2FlashForCausalLM",
+    vocab=96, hidden=32, inner=64, layers=4, heads=4, kv_heads=1, head_dim=32, positions=256,
+    layer_types=["full_attention" if kind == "f" else "sliding_attention" for kind in "fssf"],
+    v_head_dim=16, sliding_window=24, partial_rotary_factor=0.5, moe_intermediate_size=32,
+    n_routed_experts=6, num_experts_per_tok=2, torch_dtype="float32",
+)  # fmt: skip
+
 LATENT = model_config(  # attention over latent vectors, an MLP and then experts
     "DeepseekV3ForCausalLM",
     vocab=96, hidden=64, inner=96, layers=3, heads=4, kv_heads=4, positions=256, q_lora_rank=32,
@@ -272,7 +280,7 @@ PURE = {  # Mamba-2 in every layer
 MODELS = (
     "bundled",
     "windowed",
-    *(pytest.param(name, marks=pytest.mark.full) for name in ("chunked", "capped")),
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("chunked", "capped", "narrow")),
 )
 
 
@@ -298,7 +306,7 @@ def make_model(name: str, folder: Path) -> dict[str, object]:
         return {"model": BUNDLED}
     configs = {"latent": LATENT, "capped": CAPPED, "chunked": CHUNKED, "states": STATES}
     configs |= {"spaces": SPACES, "beside": BESIDE, "rows": ROWS, "indexed": INDEXED}
-    configs["pure"] = PURE
+    configs |= {"pure": PURE, "narrow": NARROW}
     config = configs.get(name, WINDOWED)
     (folder / "config.json").write_text(json.dumps(config))
     return {"model": str(folder), "load_format": "random", "seed": 3}

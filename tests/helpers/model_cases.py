@@ -112,6 +112,11 @@ LONG_PHIMOE: dict[str, Any] = {
     ),
 }
 
+MIMO_ROPE = {
+    kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
+    for kind, theta in (("full_attention", 1e5), ("sliding_attention", 500.0))
+}
+
 UNDROPPED = {"residual_dropout": 0.0, "attention_dropout": 0.0}
 CASES = {
     "llama-gqa": case("Llama"),
@@ -855,6 +860,31 @@ CASES = {
         },
         attention_bias=True,
         rms_norm_eps=0.1,
+        tie_word_embeddings=True,
+    ),
+    "mimo-v2-flash": case(
+        "MiMoV2Flash",
+        ROUTED,
+        num_hidden_layers=7,
+        head_dim=32,
+        v_head_dim=16,
+        sliding_window=7,
+        rope_parameters=MIMO_ROPE,
+    ),
+    "mimo-v2-flash-biases": case(
+        "MiMoV2Flash",
+        ROUTED,
+        num_key_value_heads=1,
+        head_dim=20,
+        v_head_dim=12,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        rope_parameters=MIMO_ROPE,
+        attention_bias=True,
+        attention_value_scale=None,
+        n_group=4,
+        topk_group=2,
         tie_word_embeddings=True,
     ),
     "kolibri1": case(

@@ -90,7 +90,7 @@ class NativeCache:
                 kv_dtype=self.dtype,
             )
             return
-        self._copy(runtime, "store_kv", k, v, slots)
+        self._copy(runtime, "store_kv", k, v, slots, value_dim=v.shape[2])
 
     def load(self, runtime: Runtime, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         k = poisoned(len(slots), self.kv_heads, self.head_dim, dtype=dtype)
@@ -108,7 +108,9 @@ class NativeCache:
             **self.arguments,
         )
 
-    def _copy(self, runtime: Runtime, kernel: str, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    def _copy(
+        self, runtime: Runtime, kernel: str, k: Tensor, v: Tensor, slots: Tensor, **more: int
+    ) -> None:
         assert k.dtype == v.dtype and slots.dtype == torch.int64
         call(
             runtime,
@@ -120,6 +122,7 @@ class NativeCache:
             slot_mapping=slots,
             rows=len(slots),
             dtype=k.dtype,
+            **more,
             **self.arguments,
         )
 
@@ -206,6 +209,7 @@ def attend(
         first_keys=firsts,
         out=out.view,
         out_stride=out.stride,
+        out_dim=out.view.shape[2],
         dtype=q.dtype,
         **cache.arguments,
     )

@@ -25,7 +25,7 @@ from kvik.errors import KvikError
 
 NAMES = (
     *("bundled", "windowed", "capped", "chunked", "latent", "states", "spaces", "beside"),
-    *("rows", "indexed"),
+    *("rows", "indexed", "narrow"),
     *("adapted capped", "adapted windowed experts"),
 )
 PLAIN: dict[str, object] = {}

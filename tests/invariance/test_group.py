@@ -160,6 +160,11 @@ FAMILIES: dict[str, dict[str, object]] = {
         **{"num_attention_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16},
     },
     "Laguna": {**CALIBRATED["Laguna"], **HEADS, "head_dim": 16},
+    "MiMoV2Flash": {
+        **CALIBRATED["MiMoV2Flash"],
+        **HEADS,
+        **{"num_key_value_heads": 1, "head_dim": 32, "v_head_dim": 16},
+    },
     "FalconH1": {**CALIBRATED["FalconH1"], **HEADS, "head_dim": 16},
     "Lfm2": {**CALIBRATED["Lfm2"], **HEADS},
     "GraniteMoeHybrid": {**CALIBRATED["GraniteMoeHybrid"], **HEADS},
@@ -185,7 +190,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "HunYuanMoEV1": {**CALIBRATED["HunYuanMoEV1"], **HEADS, "head_dim": 16},
 }
 
-EXPERTS = ("GptOss", "DeepseekV3", "NemotronH", "KimiLinear", "Laguna")
+EXPERTS = ("GptOss", "DeepseekV3", "NemotronH", "KimiLinear", "Laguna", "MiMoV2Flash")
 
 
 def answers(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.configs import PUBLIC
 from helpers.model_cases import CASES
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import (
@@ -21,7 +22,7 @@ from helpers.tiny_models import (
     tokens,
 )
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, MiMoV2FlashConfig
 
 from kvik.errors import START_LOG
 from kvik.models.model_spec import ModelSpec
@@ -67,6 +68,7 @@ def test_an_olmo_hybrid_as_transformers_writes_it(tmp_path: Path) -> None:
                 "post_ffn_norm": "post_mlp_layernorm",
             },
         ),
+        ("mimo-v2-flash", {"attention_sink_bias": "sinks"}),
     ],
 )
 def test_names_of_published_checkpoints_and_of_modules(
@@ -82,6 +84,18 @@ def test_names_of_published_checkpoints_and_of_modules(
     torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
     save_file(stored, tmp_path / SINGLE)
     torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
+
+
+def test_keys_of_published_files_and_of_transformers() -> None:
+    """In the former, lists of 0 and 1 and keys with a prefix describe the layers."""
+    published = PUBLIC["MiMo-V2-Flash"]
+    written = MiMoV2FlashConfig(**published).to_dict()
+    for key in written.keys() & {"hybrid_layer_pattern", "moe_layer_freq", "sliding_window_size"}:
+        del written[key]
+    for key in [key for key in written if key.startswith("swa_") or key == "rope_theta"]:
+        del written[key]
+    spec, other = ModelSpec.from_config(published), ModelSpec.from_config(written)
+    assert spec.layers == other.layers and spec.num_parameters == other.num_parameters
 
 
 def test_masks_in_old_gpt2_checkpoints_are_ignored(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ STACKED = {"GptOss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_to
 # Models whose second block is of another kind than the first.
 SECOND = (
     *("Gemma4", "DeepseekV2", "DeepseekV3", "Lfm2", "Qwen3_5", "Qwen3Next", "GraniteMoeHybrid"),
-    *("NemotronH", "Cohere2Moe", "OlmoHybrid", "KimiLinear", "Laguna"),
+    *("NemotronH", "Cohere2Moe", "OlmoHybrid", "KimiLinear", "Laguna", "MiMoV2Flash"),
 )
 
 
@@ -132,6 +132,7 @@ def test_outputs_do_not_change(tmp_path: Path, family: str, index: int) -> None:
         "KimiLinear": (5, 3 + 1 + 2 * 6 + 2),
         "Laguna": (5, 3 + 1 + 2 * 6 + 2),
         "Kolibri1": (2 + 1 + 2 * 6 + 2,),
+        "MiMoV2Flash": (4, 2 + 1 + 2 * 6),
         "Qwen3Next": (3 + 2 + 2 * 6 + 2, 2 + 2 + 2 * 6 + 2),
     }
     assert len(folded.scales) == others.get(family, (4, 4))[index]

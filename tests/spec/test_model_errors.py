@@ -186,6 +186,20 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
             ("num_attention_heads_per_layer", [4, 4, 3, 4]),
         )
     ),
+    *(
+        (of("MiMoV2Flash", **{key: value}), key)
+        for key, value in (
+            ("add_full_attention_sink_bias", True),
+            ("add_swa_attention_sink_bias", False),
+            ("hybrid_layer_pattern", [0, 1]),
+            ("hybrid_layer_pattern", [0, 1, 0.5, 0]),
+            ("moe_layer_freq", [0, 1, 1, 2]),
+            ("layernorm_epsilon", 1e-6),
+            ("swa_num_key_value_heads", 3),
+            ("swa_v_head_dim", 256),
+            ("v_head_dim", 256),
+        )
+    ),
     (of("Kolibri1", shared_expert_intermediate_size=0), "shared_expert_intermediate_size"),
     (of("Kolibri1", norm_topk_prob=1), "norm_topk_prob"),
     (of("Cohere2Moe", shared_expert_combination_strategy="max"), STRATEGY),

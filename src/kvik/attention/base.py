@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvik.attention.indexed import Indexed, choose_keys, index_keys
@@ -103,6 +104,7 @@ class AttentionSpec:
     # How far from its own position, on either side, a query sees the keys of its sequence, which
     # are all in the step; None: it sees no later keys (causal).
     bidirectional: int | None = None
+    value_dim: int | None = None  # channels of a head's value; None: as many as of its key
 
     @property
     def options(self) -> frozenset[str]:
@@ -122,9 +124,9 @@ class AttentionMetadata:
 class Attend:
     """The inputs of attention in one layer and step."""
 
-    # [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], or None: another layer has
-    # already stored K and V of this step in the same cache. A backend that rotates q and k may
-    # overwrite them.
+    # [tokens, heads, head_dim]; k: [tokens, kv_heads, head_dim], v: [tokens, kv_heads, value_dim],
+    # or None: another layer has already stored K and V of this step in the same cache. A backend
+    # that rotates q and k may overwrite them.
     q: Tensor
     k: Tensor | None
     v: Tensor | None
@@ -175,10 +177,21 @@ class Attend:
             _, k = ops.rotary(k[:, :0], k, rotation)
         return q, k
 
+    @property
+    def wide_v(self) -> Tensor | None:
+        """v as the cache stores it: zeros follow values that are narrower than keys."""
+        if self.v is None or self.spec.value_dim is None:
+            return self.v
+        return F.pad(self.v, (0, self.q.shape[2] - self.spec.value_dim))
+
+    def narrowed(self, out: Tensor) -> Tensor:
+        """Return the channels of values of a result [tokens, heads, head_dim]."""
+        return out[..., : self.spec.value_dim]
+
     def stored(self, ops: Ops) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Write k and v, if any, with torch's operations. Returns q as from `turned`, and k and v
         as from `store`."""
-        (q, k), v = self.turned(ops), self.v
+        (q, k), v = self.turned(ops), self.wide_v
         if k is None or v is None:
             return q, None, None
         return q, *store(ops, k, v, self.kv, self.metadata.layout.slot_mapping)
@@ -280,7 +293,7 @@ class AttentionBackend:
         """Normalise and rotate q and k, write this step's k and v into the cache, then attend.
 
         Returns:
-            [tokens, heads, head_dim].
+            [tokens, heads, value_dim].
         """
         raise NotImplementedError
 

@@ -37,10 +37,12 @@ class CpuAttention(AttentionBackend):
         self.native = native
 
     def run(self, attend: Attend) -> Tensor:
-        return self.run_into(attend, self.native.empty(*attend.q.shape, dtype=attend.q.dtype))
+        tokens, heads, size = attend.q.shape
+        shape = tokens, heads, attend.spec.value_dim or size
+        return self.run_into(attend, self.native.empty(*shape, dtype=attend.q.dtype))
 
     def run_into(self, attend: Attend, out: Tensor) -> Tensor:
-        """Write the result to out, [tokens, heads, head_dim] with dense heads, and return it."""
+        """Write the result to out, [tokens, heads, value_dim] with dense heads, and return it."""
         for_sinks = attend.for_sinks(self._ops)
         (q, k), v = attend.turned(self._ops), attend.v
         if k is not None and v is not None:
@@ -51,7 +53,14 @@ class CpuAttention(AttentionBackend):
 
     def store(self, k: Tensor, v: Tensor, kv: LayerKV, slot_mapping: Tensor) -> None:
         """Write k and v into the cache; see `base.store`."""
-        self.native.launch("store_kv", k=k, v=v, slot_mapping=slot_mapping, **_arguments(kv))
+        self.native.launch(
+            "store_kv",
+            k=k,
+            v=v,
+            value_dim=v.shape[2],
+            slot_mapping=slot_mapping,
+            **_arguments(kv),
+        )
 
     def _keep_queries(self, q: Tensor, ring: Tensor, layout: StepLayout, scale: float) -> None:
         assert layout.state_rows is not None
@@ -180,6 +189,7 @@ class CpuAttention(AttentionBackend):
             first_keys=layout.first_keys,
             chosen=chosen,
             out=out,
+            out_dim=out.shape[2],
         )
         return out
 

@@ -122,7 +122,8 @@ class GroupAttention(DividedHeads):
         part = heads_of(attend, share)
         if part.k is not None and kv_heads < self._group.size:
             part = replace(part, k=self._copied(part.k))  # rotated in place, but shared by others
-        out = self._group.take((tokens, heads, size), attend.q.dtype)
+        shape = tokens, heads, attend.spec.value_dim or size
+        out = self._group.take(shape, attend.q.dtype)
         self._native.run_into(part, out[:, slice(*share.heads)])
         self._group.exchange()
         return out

@@ -53,7 +53,7 @@ class ReferenceAttention(AttentionBackend):
             of = kv, blocks, keys, visible, sinks, attend.spec
             out[rows] = self._attend(q[rows], None if for_sinks is None else for_sinks[rows], *of)
             start += length
-        return out
+        return attend.narrowed(out)
 
     def _attend(
         self,

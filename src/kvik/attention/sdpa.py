@@ -191,7 +191,7 @@ class SdpaAttention(AttentionBackend):
             keep_queries(q, kv.queries, metadata.layout, scale)
         assert isinstance(metadata, SdpaMetadata)
         if len(metadata.decode) == 1 and metadata.decode[0].tokens is None:
-            return self._decode(q, kv, metadata.decode[0], scale)
+            return attend.narrowed(self._decode(q, kv, metadata.decode[0], scale))
         out = torch.empty_like(q)
         for batch in metadata.decode:
             assert batch.tokens is not None
@@ -206,7 +206,7 @@ class SdpaAttention(AttentionBackend):
             pair = self._workspace.gather(kv, keys, q.dtype) if keys is not None else fresh
             assert pair is not None
             out[part] = self._prefill(q[part], *pair, row.mask, scale)
-        return out
+        return attend.narrowed(out)
 
     def _bidirectional(self, attend: Attend) -> Tensor:
         """Attend among the tokens of the step, which has whole sequences."""

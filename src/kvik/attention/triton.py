@@ -75,7 +75,7 @@ class TritonAttention(AttentionBackend):
     def run(self, attend: Attend) -> Tensor:
         metadata, kv = attend.metadata, attend.kv
         assert isinstance(metadata, TritonMetadata)
-        q, k, v, spec = attend.q, attend.k, attend.v, attend.spec
+        q, k, v, spec = attend.q, attend.k, attend.wide_v, attend.spec
         slots, for_sinks = metadata.layout.slot_mapping, attend.for_sinks(self._ops)
         # The kernel rotates q and k alike, after their norms, and rounds halves of a head, which
         # must be whole bytes.
@@ -103,7 +103,7 @@ class TritonAttention(AttentionBackend):
         for prompt in fresh:
             assert self.prompts is not None and v is not None
             out[prompt.start : prompt.end] = self.prompts.attend(q, kv.k, v, prompt, spec.scale)
-        return out
+        return attend.narrowed(out)
 
     def _keep_queries(self, q: Tensor, ring: Tensor, layout: StepLayout, scale: float) -> None:
         assert layout.state_rows is not None

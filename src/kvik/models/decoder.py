@@ -15,6 +15,7 @@ from kvik.spec.declare import (
     ALL,
     EXPERT_NAMES,
     GATE_UP,
+    SINKS,
     ExpertNames,
     FeedForward,
     ForwardContext,
@@ -46,6 +47,7 @@ class GroupedQueryAttention:
         offset: of the norms' gains.
         by_head, shards, gated, full_rows: as in `LayerBuilder.heads`.
         sinks: each head has a learned score in the softmax without a key or value.
+        sink_name: of these scores.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class GroupedQueryAttention:
         gated: bool = False,
         full_rows: bool = False,
         sinks: bool = False,
+        sink_name: str = SINKS,
     ) -> None:
         hidden, facts, inner = spec.hidden_size, spec.layers[layer], builder.at(scope)
         heads, (kv_heads, dim) = spec.query_heads(facts), spec.heads(facts)
@@ -78,6 +81,7 @@ class GroupedQueryAttention:
             shards=shards,
             gated=gated,
             full_rows=full_rows,
+            value_dim=facts.value_dim,
         )
         norm = partial(inner.rms_norm, dim=dim, eps=spec.norm_eps, offset=offset, rope=facts.rope)
         made = [norm(name) if name else inner.plain_norm(dim, spec.norm_eps) for name in norms]
@@ -92,8 +96,11 @@ class GroupedQueryAttention:
             sinks=heads if sinks else 0,
             rope=facts.rope,
             bidirectional=facts.bidirectional,
+            value_dim=facts.value_dim,
+            sink_name=sink_name,
         )
-        self.o = inner.linear(o, heads * dim, hidden, bias=spec.o_bias, role="o")
+        width = heads * spec.value_dim(facts)
+        self.o = inner.linear(o, width, hidden, bias=spec.o_bias, role="o")
         # Some old checkpoints contain frequencies and causal masks.
         inner.ignore("rotary_emb.inv_freq", "bias", "masked_bias", "causal_mask")
 

@@ -61,6 +61,7 @@ from kvik.spec.declare import (
     GATE_UP,
     NO_PARTS,
     NO_TYPES,
+    SINKS,
     SMALL,
     XIELU,
     XIELU_NAMES,
@@ -298,6 +299,7 @@ class Builder(LayerBuilder):
         shards: int = 0,
         gated: bool = False,
         full_rows: bool = False,
+        value_dim: int | None = None,
     ) -> Heads:
         """Return the projections of x [tokens, inputs] to queries, keys and values.
 
@@ -314,10 +316,14 @@ class Builder(LayerBuilder):
             gated: in the layer, a gate follows the queries of each head; in the result, all gates
                 follow all queries.
             full_rows: the next operation reads whole rows, not single heads.
+            value_dim: dimension of the heads of values, if the three have a layer each; None: that
+                of the others.
         """
-        between = None
+        between, dims = None, [head_dim] * len(heads)
+        if value_dim is not None:
+            dims[-1] = value_dim
         if not full_rows and len(heads) > 1 and self.adapters is None:
-            between = Between(heads[0], head_dim, heads[1])
+            between = Between(heads[0], dims[-1], heads[1])
             self.declared.heads[self._scope] = between
         head_counts: list[tuple[int, ...]] = [(count,) for count in heads]  # of each layer
         places = _places(rope, sum(heads[:2]), head_dim)
@@ -336,25 +342,28 @@ class Builder(LayerBuilder):
                 )
             shape = LinearShape(inputs, total)
             linear = self._linear(names, [shape], bias=bias, places=places, between=between)
-            return Heads([linear], [heads], head_dim)
+            return Heads([linear], [tuple((count, head_dim) for count in heads)])
         linears, parts, first = [], [], 0
         for size in self._matrix_sizes(names):
             members = slice(first, first + size)
-            widths = tuple(sum(counts) * head_dim for counts in head_counts[members])
+            sizes = [
+                [(count, dims[i]) for count in head_counts[i]] for i in range(first, first + size)
+            ]
+            widths = tuple(sum(count * dim for count, dim in each) for each in sizes)
             if between is not None:
                 projections = [
-                    (i == 0, head_dim) for i in range(first, first + size) for _ in head_counts[i]
+                    (i == 0, dim) for i, each in enumerate(sizes, first) for _, dim in each
                 ]
                 between = replace(between, projections=tuple(projections))
             shapes = [LinearShape(inputs, width) for width in widths]
             linears.append(
                 self._linear(names[members], shapes, bias=bias, places=places, between=between)
             )
-            parts.append(tuple(chain(*head_counts[members])))
+            parts.append(tuple(chain(*sizes)))
             first += size
             if places is not None:
                 places = places[sum(widths) :] - sum(widths)
-        return Heads(linears, parts, head_dim)
+        return Heads(linears, parts)
 
     def gated_mlp(
         self,
@@ -793,6 +802,8 @@ class Builder(LayerBuilder):
         rope: RopeSpec | None = None,
         kv_from: int | None = None,
         bidirectional: int | None = None,
+        value_dim: int | None = None,
+        sink_name: str = SINKS,
     ) -> Attention:
         """Return the attention of a layer.
 
@@ -803,7 +814,8 @@ class Builder(LayerBuilder):
             softcap: as in `AttentionSpec`.
             sinks: number of heads with a learned sink; 0: none.
             rope: rotation of q and k, if it scales queries or precedes the norms; else unused.
-            kv_from, bidirectional: as in `LayerSpec`.
+            kv_from, bidirectional, value_dim: as in `LayerSpec`.
+            sink_name: of the sinks.
 
         Raises:
             ConfigError: the attention backend does not support it.
@@ -817,10 +829,12 @@ class Builder(LayerBuilder):
             head_norms = HeadNorms(q_norm.weight, k_weight, q_norm.eps, after)
         learned = None
         if sinks:
-            learned = self._tensor(self._name("sinks"), (sinks,), "bias")
+            learned = self._tensor(self._name(sink_name), (sinks,), "bias")
         scale = head_dim**-0.5 if scale is None else scale
         local_heads = self._scope in self.declared.heads
-        spec = AttentionSpec(scale, head_norms, softcap, learned, local_heads, bidirectional)
+        spec = AttentionSpec(
+            scale, head_norms, softcap, learned, local_heads, bidirectional, value_dim
+        )
         self.backend.caps.check(spec)
         q_rope = None
         if rope is not None and rope.query_beta:

@@ -219,15 +219,17 @@ class Heads:
     matrix."""
 
     linears: Sequence[Linear]
-    heads: Sequence[tuple[int, ...]]  # of each projection, for each of `linears`
-    head_dim: int
+    # Number of heads of each projection, and their dimension, for each of `linears`.
+    heads: Sequence[tuple[tuple[int, int], ...]]
 
     def __call__(self, x: Tensor, ctx: ForwardContext | None) -> list[Tensor]:
-        """x [tokens, inputs] -> [tokens, heads, head_dim] of each projection."""
+        """x [tokens, inputs] -> [tokens, heads, dimension] of each projection."""
         projections: list[Tensor] = []
-        for linear, heads in zip(self.linears, self.heads, strict=True):
-            fused = linear(x, ctx).view(-1, sum(heads), self.head_dim)
-            projections += fused.split_with_sizes(heads, 1)
+        for linear, sizes in zip(self.linears, self.heads, strict=True):
+            parts = linear(x, ctx).split_with_sizes([heads * dim for heads, dim in sizes], 1)
+            projections += [
+                part.unflatten(1, size) for part, size in zip(parts, sizes, strict=True)
+            ]
         return projections
 
 

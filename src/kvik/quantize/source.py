@@ -125,7 +125,7 @@ def _values(spec: ModelSpec, layer: int) -> tuple[str, Tensor, Tensor] | None:
     latent, state = facts.latent, facts.state
     if spec.family.value_norm or facts.feeds:
         return None
-    heads, (kv_heads, size) = spec.query_heads(facts), spec.heads(facts)
+    heads, (kv_heads, _), size = spec.query_heads(facts), spec.heads(facts), spec.value_dim(facts)
     declared = spec.declaration
     role = "kv_up" if latent else "qkv"
     linear = next(linear for linear in declared.of_block(layer) if linear.role == role)
@@ -150,7 +150,7 @@ def _values(spec: ModelSpec, layer: int) -> tuple[str, Tensor, Tensor] | None:
     else:
         first = heads + kv_heads if len(linear.names) == 1 else 0  # q, k and v are one layer
         begins = (torch.arange(kv_heads) + first) * size
-    channels = shared[:, None] * size + torch.arange(size)  # [heads, head_dim]
+    channels = shared[:, None] * size + torch.arange(size)  # [heads, value_dim]
     return source, channels.flatten(), (begins[:, None] + torch.arange(size)).flatten()
 
 

@@ -279,7 +279,7 @@ class LinearLayer(Protocol):
 
 
 FeedForward = LinearLayer  # x, residual [tokens, hidden] -> [tokens, hidden]
-# x [tokens, inputs] -> [tokens, heads, head_dim] of each projection
+# x [tokens, inputs] -> [tokens, heads, head_dim or value_dim] of each projection
 HeadsLayer: TypeAlias = "Callable[[Tensor, ForwardContext], list[Tensor]]"
 # q [tokens, ...] -> the same, times a number per token
 ScaledQueriesLayer: TypeAlias = "Callable[[Tensor, ForwardContext], Tensor]"
@@ -349,8 +349,8 @@ class AttentionLayer(Protocol):
         ctx: ForwardContext,
         rotation: Tensor | None = None,
     ) -> Tensor:
-        """q [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim], or None with `kv_from` ->
-        [tokens, heads * head_dim]."""
+        """q [tokens, heads, head_dim]; k [tokens, kv_heads, head_dim] and v [tokens, kv_heads,
+        value_dim], or None with `kv_from` -> [tokens, heads * value_dim]."""
         ...
 
 
@@ -423,6 +423,7 @@ def gguf_shared_width(spec: ModelFacts) -> dict[str, float | Sequence[int]]:
     return {"expert_shared_feed_forward_length": width} if width else {}
 
 
+SINKS = "sinks"  # usual name of the learned sinks in the scope of attention
 NO_TYPES = ("", 1)  # of `LayerBuilder.embedding`
 NO_PARTS: Mapping[str, int] = MappingProxyType({})  # of `LayerBuilder.causal_conv`
 # The activation with two learned numbers per layer, which apply above and below 0, and their names
@@ -638,8 +639,11 @@ class LayerBuilder:
         shards: int = 0,
         gated: bool = False,
         full_rows: bool = False,
+        value_dim: int | None = None,
     ) -> HeadsLayer:
         widths = tuple(count * head_dim for count in heads)
+        if value_dim is not None:
+            widths = (*widths[:2], heads[2] * value_dim)
         if gated:
             widths = (2 * widths[0], *widths[1:])
         if len(names) == 1:
@@ -831,9 +835,11 @@ class LayerBuilder:
         rope: RopeSpec | None = None,
         kv_from: int | None = None,
         bidirectional: int | None = None,
+        value_dim: int | None = None,
+        sink_name: str = SINKS,
     ) -> AttentionLayer:
         if sinks:
-            self._other("sinks", sinks)
+            self._other(sink_name, sinks)
         return _LISTED
 
     def latent_attention(

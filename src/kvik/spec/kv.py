@@ -157,7 +157,7 @@ KV_FORMATS: Mapping[str, KVFacts] = {
 class KVCacheSpec:
     """What one layer stores per token, and how long it stays visible."""
 
-    # num_kv_heads, head_dim: shape of one token's K (and V).
+    # num_kv_heads, head_dim: shape of one token's K (and V, in which zeros follow narrower values).
     num_kv_heads: int
     head_dim: int
     bytes_per_token: int  # K and V of one layer, scales and the key of an indexer included

@@ -101,6 +101,9 @@ class LayerSpec:
     # head_dim, kv_heads: head dimension and number of KV heads; None: the model's.
     head_dim: int | None = None
     kv_heads: int | None = None
+    # Channels of a head's value; None: as many as of its key. The cache stores as many of both,
+    # with zeros after a value.
+    value_dim: int | None = None
     kv_from: int | None = None  # earlier layer whose keys and values it reads; None: it has its own
     # It has no value projection; values are the keys before norm and rotation.
     value_is_key: bool = False

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 from kvik.errors import ParamError
 from kvik.spec.engine_folder import Built
@@ -199,15 +200,21 @@ class ModelFacts:
         """Return a layer's number of KV heads and its head dimension."""
         return layer.kv_heads or self.num_kv_heads, layer.head_dim or self.head_dim
 
+    def value_dim(self, layer: LayerSpec) -> int:
+        """Return the number of channels of a layer's value heads."""
+        return layer.value_dim or self.heads(layer)[1]
+
     def query_heads(self, layer: LayerSpec) -> int:
         """Return a layer's number of heads of queries."""
         return layer.heads or self.num_heads
 
     @cached_property
     def head_dims(self) -> tuple[int, ...]:
-        """The distinct head dimensions of layers with attention; without any, of the cache."""
-        attending = (self.heads(layer)[1] for layer in self.layers if layer.attends)
-        return tuple(dict.fromkeys(attending)) or (COUNTED_WIDTH,)
+        """The distinct dimensions of heads of keys and of values in layers with attention; without
+        any, of the cache."""
+        attending = [layer for layer in self.layers if layer.attends]
+        sizes = (self.heads(layer)[1] for layer in attending), map(self.value_dim, attending)
+        return tuple(dict.fromkeys(chain(*sizes))) or (COUNTED_WIDTH,)
 
     @cached_property
     def query_width(self) -> int:
