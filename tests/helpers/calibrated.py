@@ -152,6 +152,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 40,
     },
+    "Flint": {
+        "head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_only_layers": [1],
+        "num_experts": 6,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
     "MiMoV2Flash": {
         "head_dim": 24,
         "v_head_dim": 8,
@@ -207,6 +216,7 @@ LEFT: dict[str, set[str]] = {
     "Laguna": {"gate", "g_proj"},
     "Kolibri1": {"gate"},
     "MiMoV2Flash": {"gate"},
+    "Flint": {"gate"},
     "Qwen3_5": {"in_proj_a", "in_proj_b"},
     "OlmoHybrid": {"a_proj", "b_proj"},
     "AXK2": {"gate", "kv_b_proj", "weights_proj", "W_down", "W_up"},

@@ -263,6 +263,11 @@ PUBLIC: dict[str, dict[str, Any]] = {
         swa_rope_theta=10000, routed_scaling_factor=None, topk_method="noaux_tc",
         scoring_func="sigmoid", n_group=1, topk_group=1, norm_topk_prob=True,
     ),
+    "Flint": config(
+        "FlintForCausalLM",
+        vocab=150144, hidden=2048, inner=6144, layers=49, heads=32, kv_heads=4, head_dim=128,
+        positions=262144,
+    ),
     "FlexOlmo-7x7B": config(
         "FlexOlmoForCausalLM",
         vocab=100352, hidden=4096, inner=11008, layers=32, heads=32, kv_heads=32, positions=4096,

@@ -160,6 +160,7 @@ FAMILIES: dict[str, dict[str, object]] = {
         **{"num_attention_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16},
     },
     "Laguna": {**CALIBRATED["Laguna"], **HEADS, "head_dim": 16},
+    "Flint": {**CALIBRATED["Flint"], **HEADS, "head_dim": 16},
     "MiMoV2Flash": {
         **CALIBRATED["MiMoV2Flash"],
         **HEADS,
@@ -190,7 +191,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "HunYuanMoEV1": {**CALIBRATED["HunYuanMoEV1"], **HEADS, "head_dim": 16},
 }
 
-EXPERTS = ("GptOss", "DeepseekV3", "NemotronH", "KimiLinear", "Laguna", "MiMoV2Flash")
+EXPERTS = ("GptOss", "DeepseekV3", "NemotronH", "KimiLinear", "Laguna", "MiMoV2Flash", "Flint")
 
 
 def answers(

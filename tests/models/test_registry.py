@@ -69,6 +69,7 @@ def test_an_olmo_hybrid_as_transformers_writes_it(tmp_path: Path) -> None:
             },
         ),
         ("mimo-v2-flash", {"attention_sink_bias": "sinks"}),
+        ("flint", {"softmax_offset": "sinks"}),
     ],
 )
 def test_names_of_published_checkpoints_and_of_modules(
