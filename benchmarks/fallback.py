@@ -29,9 +29,9 @@ from kvik_bench.scripts import greedy, spread
 # Shapes of about 100 million parameters, of architectures that kvik lacks.
 FAMILIES: dict[str, dict[str, Any]] = {
     "Bloom": {"vocab_size": 32_000, "hidden_size": 768, "n_layer": 12, "n_head": 12},
-    "BioGpt": {
-        **{"vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 3072},
-        **{"num_hidden_layers": 12, "num_attention_heads": 12, "max_position_embeddings": 2048},
+    "XGLM": {
+        **{"vocab_size": 32_000, "d_model": 768, "ffn_dim": 3072, "num_layers": 12},
+        **{"attention_heads": 12, "max_position_embeddings": 2048},
     },
     "Mamba": {"vocab_size": 32_000, "hidden_size": 768, "num_hidden_layers": 24},
 }

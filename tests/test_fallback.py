@@ -30,12 +30,15 @@ from kvik.worker.transformers_model import RequestCaches, TransformersModel, mod
 
 pytestmark = pytest.mark.usefixtures("forked")
 
-# Architectures that only transformers has: ALiBi; learned positions; a window in most layers;
+# Architectures that only transformers has: ALiBi; computed positions; a window in most layers;
 # states and no keys.
 FAMILIES: dict[str, dict[str, Any]] = {
     "Bloom": {"n_layer": 3, "n_head": 4, "hidden_size": 32},
-    "BioGpt": {"num_key_value_heads": 4},
-    "ModernBertDecoder": {"num_hidden_layers": 4, "local_attention": 18},
+    "XGLM": {"ffn_dim": 56, "num_key_value_heads": 4},
+    "Beam": {
+        **{"num_hidden_layers": 4, "head_dim": 8, "sliding_window": 9, "num_experts": 4},
+        **{"num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1},
+    },
     "Mamba": {"hidden_size": 32, "num_hidden_layers": 3, "state_size": 8},
 }
 COMMON: dict[str, Any] = {
@@ -76,7 +79,7 @@ def caches_of(llm: LLM) -> RequestCaches:
     [
         "Bloom",
         "Mamba",
-        *(pytest.param(f, marks=pytest.mark.full) for f in ("BioGpt", "ModernBertDecoder")),
+        *(pytest.param(f, marks=pytest.mark.full) for f in ("XGLM", "Beam")),
     ],
 )
 def test_greedy_tokens_are_those_of_transformers(saved, family):
@@ -149,7 +152,7 @@ def test_texts_are_held_to_grammars_and_end_at_strings(tmp_path):
 
 @pytest.mark.full
 async def test_the_engine_may_be_another_process(saved):
-    folder, model = saved("ModernBertDecoder")
+    folder, model = saved("Beam")
     async with AsyncLLM(str(folder), engine="process", max_num_seqs=4, **COMMON) as engine:
         found = await asyncio.gather(*(engine.generate(p, GREEDY).result() for p in PROMPTS))
     for ids, output in zip(PROMPTS, found, strict=True):
@@ -158,7 +161,7 @@ async def test_the_engine_may_be_another_process(saved):
 
 def test_caches_are_freed(saved, monkeypatch):
     """Requests that ended, were aborted or failed lose their cache in the next step."""
-    folder, model = saved("BioGpt")
+    folder, model = saved("XGLM")
     with LLM(str(folder), **COMMON, max_num_batched_tokens=32, max_num_seqs=4) as llm:
         caches = caches_of(llm)
         with llm.stream(PROMPTS[1], GREEDY.with_changes(max_tokens=60)) as stream:
@@ -215,7 +218,7 @@ def test_the_plan_counts_what_a_cache_takes(saved, family):
     planned = 70 * resolved.cache.groups[0].bytes_per_token + 2 * facts.state_bytes
     taken = sum(tensor.nbytes for tensor in transformers_model._tensors(cache))
     assert taken <= planned
-    if family in ("Bloom", "BioGpt"):
+    if family in ("Bloom", "XGLM"):
         assert taken == planned
     assert {d.name: d.value for d in resolved.decisions}["fallback"] == "transformers"
 
@@ -277,9 +280,9 @@ def test_models_that_do_not_run_are_refused(tmp_path, changes, field):
 
 
 def test_weights_must_be_there(tmp_path):
-    save_tiny(tmp_path, "BioGpt", **FAMILIES["BioGpt"])
+    save_tiny(tmp_path, "XGLM", **FAMILIES["XGLM"])
     stored = load_file(tmp_path / "model.safetensors")
-    del stored["biogpt.layers.1.self_attn.out_proj.weight"]
+    del stored["model.layers.1.self_attn.out_proj.weight"]
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match="out_proj"):
         LLM(str(tmp_path), **COMMON)

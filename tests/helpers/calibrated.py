@@ -161,6 +161,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 40,
     },
+    "ModernBertDecoder": {"num_key_value_heads": 4, "local_attention": 10},
     "MiMoV2Flash": {
         "head_dim": 24,
         "v_head_dim": 8,

@@ -268,6 +268,11 @@ PUBLIC: dict[str, dict[str, Any]] = {
         vocab=150144, hidden=2048, inner=6144, layers=49, heads=32, kv_heads=4, head_dim=128,
         positions=262144,
     ),
+    "Ettin-Decoder-150M": config(
+        "ModernBertDecoderForCausalLM",
+        vocab=50368, hidden=768, inner=1152, layers=22, heads=12, kv_heads=12, positions=7999,
+        global_attn_every_n_layers=3, local_attention=128,
+    ),
     "FlexOlmo-7x7B": config(
         "FlexOlmoForCausalLM",
         vocab=100352, hidden=4096, inner=11008, layers=32, heads=32, kv_heads=32, positions=4096,

@@ -160,6 +160,7 @@ FAMILIES: dict[str, dict[str, object]] = {
         **{"num_attention_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16},
     },
     "Laguna": {**CALIBRATED["Laguna"], **HEADS, "head_dim": 16},
+    "ModernBertDecoder": {**CALIBRATED["ModernBertDecoder"], "hidden_size": 64},
     "Flint": {**CALIBRATED["Flint"], **HEADS, "head_dim": 16},
     "MiMoV2Flash": {
         **CALIBRATED["MiMoV2Flash"],

@@ -58,6 +58,7 @@ from kvik.spec.visible_keys import Window
         ("Laguna-XS.2", 33_442_617_088),
         ("Kolibri-1", 78_103_074_560),
         ("MiMo-V2-Flash", 308_778_780_864),
+        ("Ettin-Decoder-150M", 149_655_232),
         ("Flint", 39_785_287_456),
         ("FlexOlmo-7x7B", 33_270_665_216),
         ("VaultGemma-1B", 1_038_741_120),

@@ -1,5 +1,6 @@
 """ModernBERT (Warner et al. 2024, arXiv 2412.13663): an encoder with rotary positions, whose layers
-see all keys or only near ones, and whose MLP gates by GELU.
+see all keys or only near ones, and whose MLP gates by GELU. Ettin (Weller et al. 2025, arXiv
+2507.11412) also has decoders of this form.
 
 Attention and MLP read the normalised residual stream; only the first attention reads it without a
 norm. Layers that see near keys have another rotary base.
@@ -11,13 +12,20 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.decoder import Decoder, GroupedQueryAttention, feed_forward, layer_norms
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.models.decoder import QKV, Decoder, GroupedQueryAttention, feed_forward, layer_norms
+from kvik.spec.declare import (
+    Architecture,
+    ForwardContext,
+    LayerBuilder,
+    LinearLayer,
+    Norm,
+)
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types
 from kvik.spec.model import ModelFacts
 from kvik.spec.pooling import PooledLayer, PoolingSpec, mean_vectors, scores
 from kvik.spec.rope import MAX_POSITIONS, RopeSpec, read_rope
+from kvik.spec.visible_keys import Window
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,9 +38,11 @@ class ModernBertLayer:
     """Attention, then MLP; each reads the normalised residual stream and adds to it."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        norm = plain_norms(spec, builder)
-        self.attention_norm = norm("attn_norm", before="qkv") if layer > 0 else None
-        self.attention = GroupedQueryAttention(spec, builder, layer, "attn", qkv=("Wqkv",), o="Wo")
+        norm, qkv = plain_norms(spec, builder), ("Wqkv",) if spec.encoder else QKV
+        self.attention_norm: Norm | None = None
+        if not spec.layers[layer].unnormed:
+            self.attention_norm = norm("attn_norm", before="qkv")
+        self.attention = GroupedQueryAttention(spec, builder, layer, "attn", qkv, "Wo")
         self.mlp_norm = norm("mlp_norm", before="gate_up")
         self.mlp = feed_forward(
             spec, builder, layer, gate_up=("Wi",), down="Wo", activation="gelu_and_mul"
@@ -46,27 +56,41 @@ class ModernBertLayer:
 
 
 class ModernBert(Decoder):
-    """The encoder."""
+    """The encoder; or the decoder, whose LM head reads another layer and norm."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:
-        builder.skip("head", "decoder", "classifier")  # heads for other tasks
+        if spec.encoder:
+            builder.skip("head", "decoder", "classifier")  # heads for other tasks
         super().__init__(
             spec,
             builder,
             ModernBertLayer,
             lambda spec, trunk: plain_norms(spec, trunk)("final_norm"),
-            names=("embeddings.tok_embeddings", "layers", "", ""),
+            names=("embeddings.tok_embeddings", "layers", "", "" if spec.encoder else "decoder"),
         )
         self.entered_norm = plain_norms(spec, builder.at("model", ""))("embeddings.norm")
+        self.before_head: tuple[LinearLayer, Norm] | None = None
+        if not spec.encoder:
+            inner, hidden = builder.at("lm_head"), spec.hidden_size
+            dense = inner.linear("dense", hidden, hidden, bias=False, activation="gelu")
+            self.before_head = dense, plain_norms(spec, inner)("norm")
 
     def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
         return self.entered_norm(super().enter(ids, ctx))
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, hidden] -> [rows, vocab] fp32, of the decoder."""
+        assert self.before_head is not None
+        dense, norm = self.before_head
+        return super().logits(norm(dense(hidden)))
 
-def near_and_far_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+
+def near_and_far_layers(
+    fields: Fields, layers: int, positions: int, *, causal: bool = False
+) -> tuple[LayerSpec, ...]:
     """Every third layer, from the first, sees all keys, or those in `layer_types`; the others see
-    keys up to half of `local_attention` away."""
+    keys up to half of `local_attention` away, or if causal as many."""
     reach = fields.integer("local_attention", 2, MAX_POSITIONS, 128) // 2
     every = fields.integer("global_attn_every_n_layers", 1, MAX_POSITIONS, 3)
     types: tuple[str, ...] = tuple(SLIDING if i % every else FULL for i in range(layers))
@@ -81,8 +105,15 @@ def near_and_far_layers(fields: Fields, layers: int, positions: int) -> tuple[La
         else:
             theta = usual if fields.is_null(key) else fields.number(key, 1.0, 1e12, usual)
             ropes[kind] = RopeSpec(theta=theta, original_max_position=positions)
-    seen = {FULL: MAX_POSITIONS, SLIDING: reach}
-    return tuple(LayerSpec(rope=ropes[kind], bidirectional=seen[kind]) for kind in types)
+    kinds = {kind: LayerSpec(rope=ropes[kind]) for kind in ropes}
+    if causal:
+        kinds[SLIDING] = replace(kinds[SLIDING], window=Window(reach))
+    else:
+        kinds = {
+            FULL: replace(kinds[FULL], bidirectional=MAX_POSITIONS),
+            SLIDING: replace(kinds[SLIDING], bidirectional=reach),
+        }
+    return tuple(replace(kinds[kind], unnormed=i == 0) for i, kind in enumerate(types))
 
 
 def modernbert_scores(fields: Fields, hidden: int, eps: float) -> PoolingSpec:
@@ -119,4 +150,17 @@ MODERNBERT_SCORES = replace(
     name="ModernBertForSequenceClassification",
     models="ModernBERT, for reranking",
     pooled=modernbert_scores,
+)
+MODERNBERT_DECODER = replace(
+    MODERNBERT,
+    name="ModernBertDecoderForCausalLM",
+    model_type="modernbert-decoder",
+    models="Ettin decoders",
+    layers=partial(near_and_far_layers, causal=True),
+    head_bias="decoder_bias",
+    pooled=None,
+    tied=True,
+    eos_token_ids=(50_282,),
+    fixed={**MODERNBERT.fixed, "classifier_bias": False},
+    defaults={"decoder_bias": True},
 )

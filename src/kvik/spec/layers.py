@@ -111,6 +111,7 @@ class LayerSpec:
     inner: int | None = None
     token_input: int = 0  # width of a vector per token that only this layer reads; 0: none
     query_scale: QueryScale | None = None  # of its queries; None: 1
+    unnormed: bool = False  # its attention reads the residual stream as it is
     norm_rank: int = 0  # inner width of the gates of its norms; 0: they are not gated
     # In an encoder, the distance up to which a query sees keys on either side. All layers use one
     # cache, whose content lasts for a step. None: attention is causal.
