@@ -28,18 +28,29 @@ void add(const add_args& a, Team& team) {
     a.dtype == kBF16 ? add_of<bf16>(a, team) : add_of<float>(a, team);
 }
 
-template <class T>
-void scaled_of(const scaled_args& a, Team& team) {
-    const F32 factor = broadcast(float(a.factor));
+// Writes a function of each number.
+template <class T, class Args, class Function>
+void each_number_of(const Args& a, Team& team, const Function& function) {
     each_columns(team, a.rows, a.dim, kAddedPerThread, [&](int64_t row, int64_t begin, int64_t end) {
         const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
         T* y = static_cast<T*>(a.y) + row * a.y_stride;
-        each_vector(begin, end, [&](int64_t i, auto n) KVIK_INLINED { store(y + i, mul(load(x + i, n), factor), n); });
+        each_vector(begin, end, [&](int64_t i, auto n) KVIK_INLINED { store(y + i, function(load(x + i, n)), n); });
     });
 }
 
+template <class Args, class Function>
+void each_number(const Args& a, Team& team, const Function& function) {
+    a.dtype == kBF16 ? each_number_of<bf16>(a, team, function) : each_number_of<float>(a, team, function);
+}
+
 void scaled(const scaled_args& a, Team& team) {
-    a.dtype == kBF16 ? scaled_of<bf16>(a, team) : scaled_of<float>(a, team);
+    const F32 factor = broadcast(float(a.factor));
+    each_number(a, team, [&](F32 x) KVIK_INLINED { return mul(x, factor); });
+}
+
+void clipped(const clipped_args& a, Team& team) {
+    const F32 limit = broadcast(float(a.limit)), least = broadcast(float(-a.limit));
+    each_number(a, team, [&](F32 x) KVIK_INLINED { return max(least, min(limit, x)); });  // keeps a NaN
 }
 
 void gather_rows(const gather_rows_args& a, Team& team) {

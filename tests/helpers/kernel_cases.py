@@ -211,6 +211,7 @@ def _activations() -> list[Case]:
     for rows, dim, scale in ((1, 704, 1.0), (7, 33, 1.0), (3, 1, 1.0), (4, 65, 50.0)):
         name = f"{rows}x{dim}@{scale:g}"
         cases.append(Case("scaled", name, partial(times, rows, dim, scale)))
+        cases.append(Case("clipped", name, partial(times, rows, dim, scale)))
         cases.append(Case("joined", name, partial(pair, rows, dim, scale)))
         cases.append(Case("xielu", name, partial(split, rows, dim, scale)))
         cases.append(Case("softcap", name, partial(capped, rows, dim, scale), written=(0,)))

@@ -236,6 +236,7 @@ CASES = {
         },
     ),
     "olmo": case("Olmo"),
+    "olmo-clipped": case("Olmo", hidden_size=64, clip_qkv=0.4),
     "olmo-bias": case("Olmo", hidden_size=64, attention_bias=True, tie_word_embeddings=True),
     "bamba": case("Bamba", MAMBA, attn_layer_indices=[1]),
     "bamba-groups-bias": case(

@@ -233,7 +233,8 @@ def _check(spec: ModelSpec, metadata: Mapping[str, Entry], architecture: str) ->
 
     def scales(model: ModelSpec) -> tuple[float, ...]:
         facts, usual = model.scales, model.head_dim**-0.5
-        caps = facts.attention_cap or 0.0, facts.logits_cap or 0.0
+        limits = facts.attention_cap, facts.logits_cap, facts.qkv_limit
+        caps = (limit or 0.0 for limit in limits)
         return facts.embedding, facts.residual, facts.attention or usual, facts.logits, *caps
 
     folded = back.family.gguf_factors is not None  # the tensors have them

@@ -343,7 +343,7 @@ SCALES: Mapping[str, tuple[str, Callable[[ModelScales], float | None]]] = {
     "logit_scale": ("logit_scale", lambda scales: scales.logits),
     "attn_logit_softcapping": ("attn_logit_softcapping", lambda scales: scales.attention_cap),
     "final_logit_softcapping": ("final_logit_softcapping", lambda scales: scales.logits_cap),
-    "clip_qkv": ("attention.clamp_kqv", lambda scales: None),
+    "clip_qkv": ("attention.clamp_kqv", lambda scales: scales.qkv_limit),
 }
 # 0 in a file: none
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv")

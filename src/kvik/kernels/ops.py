@@ -210,6 +210,8 @@ class Ops:
     xielu(x [tokens, dim], positive, negative) -> [tokens, dim]: x / 2, plus positive * x^2 above 0,
         else plus negative * (e^x - 1 - x)
     scaled(x [tokens, dim], factor) -> x * factor
+    clipped(x [tokens, dim], limit) -> [tokens, dim]: -limit for what is below it, limit for what is
+        above it
     joined(x [tokens, dim], y [tokens, other]) -> [tokens, dim + other], the columns of x, then of y
     softcap(x [rows, dim] fp32, cap) -> None; in place: cap * tanh(x / cap)
     gated(x [tokens, dim], gate [tokens, gates] of the dtype of x or fp32, by) -> x * by(gate), or x
@@ -260,6 +262,7 @@ class Ops:
     activate: Callable[[Tensor, Activation], Tensor]
     xielu: Callable[[Tensor, float, float], Tensor]
     scaled: Callable[[Tensor, float], Tensor]
+    clipped: Callable[[Tensor, float], Tensor]
     joined: Callable[[Tensor, Tensor], Tensor]
     softcap: Callable[[Tensor, float], None]
     gated: Callable[[Tensor, Tensor, Gate], Tensor]

@@ -82,6 +82,7 @@ class GroupedQueryAttention:
             gated=gated,
             full_rows=full_rows,
             value_dim=facts.value_dim,
+            limit=spec.scales.qkv_limit,
         )
         norm = partial(inner.rms_norm, dim=dim, eps=spec.norm_eps, offset=offset, rope=facts.rope)
         made = [norm(name) if name else inner.plain_norm(dim, spec.norm_eps) for name in norms]

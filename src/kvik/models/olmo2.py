@@ -40,11 +40,13 @@ from kvik.spec.layers import (
     read_window,
     rotary_layers,
 )
-from kvik.spec.model import ModelFacts
+from kvik.spec.model import ModelFacts, ModelScales
 from kvik.spec.rope import RopeSpec, read_rope
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+LIMIT = "clip_qkv"
 
 
 class Olmo2Attention(GroupedQueryAttention):
@@ -169,10 +171,15 @@ EXAONE_MOE = replace(
 )
 
 
+def clipping(fields: Fields) -> ModelScales:
+    limit = fields.number(LIMIT, 1e-6, 1e6) if LIMIT in fields else None
+    return ModelScales(qkv_limit=limit)
+
+
 def unclipped_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Every layer sees all keys; clipping of q, k and v is not supported."""
-    if "clip_qkv" in fields:
-        raise fields.error("clip_qkv", "must be null")
+    """Every layer sees all keys; clipping of normalised q and k is not supported."""
+    if LIMIT in fields:
+        raise fields.error(LIMIT, "must be null")
     return rotary_layers(fields, layers, positions)
 
 
@@ -197,14 +204,15 @@ FLEX_OLMO = replace(
     },
     gguf=None,
 )
-# OLMo (Groeneveld et al. 2024, arXiv 2402.00838): LayerNorm without gains and biases.
+# OLMo (Groeneveld et al. 2024, arXiv 2402.00838): LayerNorm without gains and biases; from version
+# 1.7 on, q, k and v are clipped.
 OLMO = Architecture(
     "OlmoForCausalLM",
     "olmo",
     "OLMo",
     partial(Decoder, make_layer=partial(PreNormLayer, norms=("", "")), make_norm=plain_norm),
-    layers=unclipped_layers,
     rms_norm=False,
+    scales=clipping,
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     eos_token_ids=(50279,),
@@ -218,7 +226,7 @@ OLMO = Architecture(
     },
     gguf="olmo",
     gguf_pairs=True,
-    gguf_scales=("clip_qkv",),
+    gguf_scales=(LIMIT,),
 )
 # OLMoE (Muennighoff et al. 2024, arXiv 2409.02060): norms before blocks, and routed experts.
 OLMOE = Architecture(

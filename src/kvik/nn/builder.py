@@ -300,6 +300,7 @@ class Builder(LayerBuilder):
         gated: bool = False,
         full_rows: bool = False,
         value_dim: int | None = None,
+        limit: float | None = None,
     ) -> Heads:
         """Return the projections of x [tokens, inputs] to queries, keys and values.
 
@@ -318,7 +319,9 @@ class Builder(LayerBuilder):
             full_rows: the next operation reads whole rows, not single heads.
             value_dim: dimension of the heads of values, if the three have a layer each; None: that
                 of the others.
+            limit: all are clipped to +- this; None: they are not.
         """
+        clip = None if limit is None else self._clip(limit)
         between, dims = None, [head_dim] * len(heads)
         if value_dim is not None:
             dims[-1] = value_dim
@@ -342,7 +345,7 @@ class Builder(LayerBuilder):
                 )
             shape = LinearShape(inputs, total)
             linear = self._linear(names, [shape], bias=bias, places=places, between=between)
-            return Heads([linear], [tuple((count, head_dim) for count in heads)])
+            return Heads([linear], [tuple((count, head_dim) for count in heads)], clip)
         linears, parts, first = [], [], 0
         for size in self._matrix_sizes(names):
             members = slice(first, first + size)
@@ -363,7 +366,11 @@ class Builder(LayerBuilder):
             first += size
             if places is not None:
                 places = places[sum(widths) :] - sum(widths)
-        return Heads(linears, parts)
+        return Heads(linears, parts, clip)
+
+    def _clip(self, limit: float) -> Callable[[Tensor], Tensor]:
+        ops = self.ops
+        return lambda x: ops.clipped(x, limit)
 
     def gated_mlp(
         self,

@@ -221,12 +221,15 @@ class Heads:
     linears: Sequence[Linear]
     # Number of heads of each projection, and their dimension, for each of `linears`.
     heads: Sequence[tuple[tuple[int, int], ...]]
+    clip: Callable[[Tensor], Tensor] | None = None  # of all projections; None: nothing
 
     def __call__(self, x: Tensor, ctx: ForwardContext | None) -> list[Tensor]:
         """x [tokens, inputs] -> [tokens, heads, dimension] of each projection."""
         projections: list[Tensor] = []
         for linear, sizes in zip(self.linears, self.heads, strict=True):
-            parts = linear(x, ctx).split_with_sizes([heads * dim for heads, dim in sizes], 1)
+            fused = linear(x, ctx)
+            fused = fused if self.clip is None else self.clip(fused)
+            parts = fused.split_with_sizes([heads * dim for heads, dim in sizes], 1)
             projections += [
                 part.unflatten(1, size) for part, size in zip(parts, sizes, strict=True)
             ]

@@ -123,7 +123,7 @@ def _values(spec: ModelSpec, layer: int) -> tuple[str, Tensor, Tensor] | None:
     source, channels and outputs of a `Fold`; None: there is none."""
     facts = spec.layers[layer]
     latent, state = facts.latent, facts.state
-    if spec.family.value_norm or facts.feeds:
+    if spec.family.value_norm or facts.feeds or spec.scales.qkv_limit is not None:
         return None
     heads, (kv_heads, _), size = spec.query_heads(facts), spec.heads(facts), spec.value_dim(facts)
     declared = spec.declaration

@@ -640,6 +640,7 @@ class LayerBuilder:
         gated: bool = False,
         full_rows: bool = False,
         value_dim: int | None = None,
+        limit: float | None = None,
     ) -> HeadsLayer:
         widths = tuple(count * head_dim for count in heads)
         if value_dim is not None:

@@ -51,6 +51,7 @@ class ModelScales:
     residual: float = 1.0  # multiplies the outputs of attention and MLP
     attention: float | None = None  # multiplies scores; None: 1 / sqrt(head_dim)
     attention_cap: float | None = None  # a scaled score s becomes cap * tanh(s / cap); None: no cap
+    qkv_limit: float | None = None  # q, k and v are clipped to +- this; None: they are not
     logits: float = 1.0  # multiplies the logits
     logits_cap: float | None = None  # likewise for logits
     # attention_out, state_out: multiply the outputs of attention and of what keeps a state.

@@ -178,11 +178,12 @@ def expected_xielu(x: Tensor) -> Tensor:
 
 xielu = Operation("xielu", lambda x: {"positive": 0.7, "negative": 1.4}, expected_xielu)
 scaled = Operation("scaled", lambda x: {"factor": 0.3}, lambda x: x.double() * 0.3)
+clipped = Operation("clipped", lambda x: {"limit": 0.7}, lambda x: x.double().clamp(-0.7, 0.7))
 add = Operation("add", added, lambda x: x.double() + x.flip(-1).double(), result="out")
 each_operation = pytest.mark.parametrize(
     "operation",
     [
-        *(rms_norm, wide_rms_norm, layer_norm, *ACTIVATED, xielu, scaled, add),
+        *(rms_norm, wide_rms_norm, layer_norm, *ACTIVATED, xielu, scaled, clipped, add),
     ],
     ids=lambda o: o.name or o.kernel,
 )
@@ -242,8 +243,8 @@ def test_nan_and_infinity_stay_in_their_row(
         assert torch.equal(found[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
         # GELU of minus infinity is 0.
         limited = operation in (gelu_tanh, gelu) or operation.name.startswith("relu")
-        cut = operation.name == "clamped_swiglu" and math.isinf(bad)
-        assert not found[2].isfinite().all() or (limited and bad < 0) or cut
+        cuts = operation is clipped or operation.name == "clamped_swiglu"
+        assert not found[2].isfinite().all() or (limited and bad < 0) or (cuts and math.isinf(bad))
 
 
 @each_dtype

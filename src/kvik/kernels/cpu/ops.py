@@ -53,6 +53,7 @@ def native_ops(native: Native) -> Ops:
         activate=operations.activate,
         xielu=operations.xielu,
         scaled=operations.scaled,
+        clipped=operations.clipped,
         joined=operations.joined,
         softcap=operations.softcap,
         gated=operations.gated,
@@ -147,6 +148,11 @@ class _Operations:
     def scaled(self, x: Tensor, factor: float) -> Tensor:
         y = self.native.empty(*x.shape, dtype=x.dtype)
         scale(self.native, x, factor, y)
+        return y
+
+    def clipped(self, x: Tensor, limit: float) -> Tensor:
+        y = self.native.empty(*x.shape, dtype=x.dtype)
+        self.native.launch("clipped", x=x, y=y, dim=x.shape[1], limit=limit)
         return y
 
     def joined(self, x: Tensor, y: Tensor) -> Tensor:

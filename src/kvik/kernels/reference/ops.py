@@ -203,6 +203,11 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     return x * factor
 
 
+def clipped(x: Tensor, limit: float) -> Tensor:
+    """See `Ops`."""
+    return x.clamp(-limit, limit)
+
+
 def joined(x: Tensor, y: Tensor) -> Tensor:
     """The columns of x, then of y."""
     return torch.cat((x, y), 1)
@@ -343,6 +348,7 @@ REFERENCE = Ops(
     activate=activate,
     xielu=xielu,
     scaled=scaled,
+    clipped=clipped,
     joined=joined,
     softcap=softcap,
     gated=gated,

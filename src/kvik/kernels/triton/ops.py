@@ -39,6 +39,7 @@ def triton_ops(device: torch.device) -> Ops:
         activate=activation.activate,
         xielu=activation.xielu,
         scaled=activation.scaled,
+        clipped=TORCH.clipped,
         joined=TORCH.joined,
         softcap=activation.softcap,
         gated=states.gated,
