@@ -161,6 +161,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 40,
     },
+    "Dbrx": {"ffn_config": {"moe_num_experts": 6, "moe_top_k": 6, "ffn_hidden_size": 24}},
     "ModernBertDecoder": {"num_key_value_heads": 4, "local_attention": 10},
     "MiMoV2Flash": {
         "head_dim": 24,
@@ -218,6 +219,7 @@ LEFT: dict[str, set[str]] = {
     "Kolibri1": {"gate"},
     "MiMoV2Flash": {"gate"},
     "Flint": {"gate"},
+    "Dbrx": {"layer"},  # router.layer
     "Qwen3_5": {"in_proj_a", "in_proj_b"},
     "OlmoHybrid": {"a_proj", "b_proj"},
     "AXK2": {"gate", "kv_b_proj", "weights_proj", "W_down", "W_up"},

@@ -888,6 +888,22 @@ CASES = {
         topk_group=2,
         tie_word_embeddings=True,
     ),
+    "dbrx": case(
+        "Dbrx",
+        d_model=64,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 0.8, "rope_theta": 1e4},
+    ),
+    "dbrx-unnormalised": case(
+        "Dbrx",
+        rope(rope_type="default", rope_theta=500.0),
+        attn_config={"kv_n_heads": 4, "clip_qkv": 1, "rope_theta": 1e4},
+        ffn_config={
+            "moe_num_experts": 4,
+            "moe_top_k": 3,
+            "ffn_hidden_size": 40,
+            "moe_normalize_expert_weights": None,
+        },
+    ),
     "modernbert-decoder": case(
         "ModernBertDecoder",
         num_hidden_layers=4,

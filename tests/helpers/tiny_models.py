@@ -34,6 +34,15 @@ SIZES: dict[str, dict[str, Any]] = {
     "GPTJ": _GPT2,
     "GPTBigCode": _GPT2,
     "CodeGen": _GPT2,
+    "Dbrx": {
+        "vocab_size": 96,
+        "d_model": 32,
+        "n_layers": 3,
+        "n_heads": 4,
+        "max_seq_len": 128,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 1e4},
+        "ffn_config": {"moe_num_experts": 6, "moe_top_k": 2, "ffn_hidden_size": 24},
+    },
     "GPTNeo": {
         "vocab_size": 96,
         "hidden_size": 32,

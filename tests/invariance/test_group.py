@@ -161,6 +161,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     },
     "Laguna": {**CALIBRATED["Laguna"], **HEADS, "head_dim": 16},
     "ModernBertDecoder": {**CALIBRATED["ModernBertDecoder"], "hidden_size": 64},
+    "Dbrx": {"d_model": 64},
     "Flint": {**CALIBRATED["Flint"], **HEADS, "head_dim": 16},
     "MiMoV2Flash": {
         **CALIBRATED["MiMoV2Flash"],
@@ -192,7 +193,16 @@ FAMILIES: dict[str, dict[str, object]] = {
     "HunYuanMoEV1": {**CALIBRATED["HunYuanMoEV1"], **HEADS, "head_dim": 16},
 }
 
-EXPERTS = ("GptOss", "DeepseekV3", "NemotronH", "KimiLinear", "Laguna", "MiMoV2Flash", "Flint")
+EXPERTS = (
+    "GptOss",
+    "DeepseekV3",
+    "NemotronH",
+    "KimiLinear",
+    "Laguna",
+    "MiMoV2Flash",
+    "Flint",
+    "Dbrx",
+)
 
 
 def answers(

@@ -95,6 +95,11 @@ def of(architecture: str, **changes: Any) -> dict[str, Any]:
     return small(architectures=[f"{architecture}ForCausalLM"], **changes)
 
 
+def dbrx(part: str, **changes: Any) -> dict[str, Any]:
+    config = PUBLIC["DBRX"]
+    return config | {part: config[part] | {"moe_num_experts": 4} | changes}
+
+
 ATTENDS = {"layer_types": ["attention"] * 4}
 MAMBA = {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8}
 STRATEGY = "shared_expert_combination_strategy"
@@ -201,6 +206,17 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
             ("v_head_dim", 256),
         )
     ),
+    *(
+        (dbrx(part, **{key: value}), f"{part} {key}")
+        for part, key, value in (
+            ("attn_config", "kv_n_heads", 0),
+            ("attn_config", "clip_qkv", -1.0),
+            ("ffn_config", "moe_top_k", 5),
+            ("ffn_config", "moe_normalize_expert_weights", 2.0),
+            ("ffn_config", "ffn_hidden_size", None),
+        )
+    ),
+    (dbrx("ffn_config", ffn_act_fn={"name": "gelu"}), "ffn_config ffn_act_fn name"),
     (of("Kolibri1", shared_expert_intermediate_size=0), "shared_expert_intermediate_size"),
     (of("Kolibri1", norm_topk_prob=1), "norm_topk_prob"),
     (of("Cohere2Moe", shared_expert_combination_strategy="max"), STRATEGY),

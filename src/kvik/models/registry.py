@@ -10,6 +10,7 @@ from kvik.models import (
     bamba,
     bert,
     cohere,
+    dbrx,
     deepseek,
     ernie4_5,
     falcon,
@@ -53,17 +54,8 @@ FILES = (
     *(llama, qwen3, stablelm, phi, glm4, qwen3_5, mixtral, olmo2, granite, gpt_oss, llama4),
     *(deepseek, lfm2, ernie4_5, nemotron, nemotron_h, qwen_vl, gpt_neox, gemma, gemma4, cohere),
     *(afmoe, apertus, bamba, hunyuan, minicpm, starcoder2, falcon, opt, gpt2, bert, modernbert),
-    *(
-        olmo_hybrid,
-        falcon_h1,
-        kimi_linear,
-        laguna,
-        kolibri1,
-        persimmon,
-        pure_mamba2,
-        mimo_v2,
-        flint,
-    ),
+    *(olmo_hybrid, falcon_h1, kimi_linear, laguna, kolibri1, persimmon, pure_mamba2),
+    *(mimo_v2, flint, dbrx),
 )
 ARCHITECTURES: Mapping[str, Architecture] = {
     row.name: row for file in FILES for row in vars(file).values() if isinstance(row, Architecture)

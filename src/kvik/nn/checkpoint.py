@@ -267,6 +267,8 @@ def _open_sharded(folder: Path) -> FolderCheckpoint:
 # in every version.
 STACKED = re.compile(r"(.+\.experts)\.([a-z_]+_proj)(?:_(bias|blocks|scales))?")
 LINEARS = re.compile(r"(.+\.(?:input|output)_linear)\.weight")
+# The same in two dimensions, in DBRX; the router says how many experts there are.
+ROWS = re.compile(r"(.+)\.experts\.mlp\.(w1|v1|w2)")
 GATE_UP = "gate_up_proj"  # gate and up of each expert
 
 
@@ -281,8 +283,8 @@ def unstacked(
     too.
 
     `experts.down_proj` becomes `experts.0.down_proj.weight` and so on. Gate and up are separated
-    unless they are interleaved, as in gpt-oss. If experts are stored as [inputs, outputs] (Llama
-    4), the rows of the new tensors are columns of the file.
+    unless they are interleaved, as in gpt-oss. If experts are stored as [inputs, outputs] (Llama 4;
+    in DBRX the second matrix), the rows of the new tensors are columns of the file.
 
     Args:
         shapes: of all tensors of the checkpoint.
@@ -291,7 +293,14 @@ def unstacked(
     for entry in entries:
         count = entry.shape[0] if entry.shape else 0
         match, linear = STACKED.fullmatch(entry.name), LINEARS.fullmatch(entry.name)
-        if linear is not None and len(entry.shape) == 3:
+        rows = ROWS.fullmatch(entry.name)
+        if rows is not None and len(entry.shape) == 2:
+            scope, layer = rows[1], rows[2]
+            experts = max(1, (shapes.get(f"{scope}.router.layer.weight") or (1,))[0])
+            names = [f"{scope}.experts.{expert}.{layer}.weight" for expert in range(experts)]
+            stacked = replace(entry, shape=(experts, count // experts, entry.shape[1]))
+            result += (_columns if layer == "w2" else _parts)(stacked, 1, names)
+        elif linear is not None and len(entry.shape) == 3:
             result += _parts(entry, 1, [f"{linear[1]}.{expert}.weight" for expert in range(count)])
         elif match is not None and len(entry.shape) > 1:
             scope, layer, part = match[1], match[2], match[3] or "weight"
