@@ -162,6 +162,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 40,
     },
     "Dbrx": {"ffn_config": {"moe_num_experts": 6, "moe_top_k": 6, "ffn_hidden_size": 24}},
+    "BioGpt": {},
     "ModernBertDecoder": {"num_key_value_heads": 4, "local_attention": 10},
     "MiMoV2Flash": {
         "head_dim": 24,

@@ -288,6 +288,11 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
         "vocab_size": 100352,
     },
+    "BioGPT": config(
+        "BioGptForCausalLM",
+        vocab=42384, hidden=1024, inner=4096, layers=24, heads=16, kv_heads=16, positions=1024,
+        layer_norm_eps=1e-12,
+    ),
     "Ettin-Decoder-150M": config(
         "ModernBertDecoderForCausalLM",
         vocab=50368, hidden=768, inner=1152, layers=22, heads=12, kv_heads=12, positions=7999,

@@ -104,6 +104,7 @@ def test_outputs_do_not_change(tmp_path: Path, family: str, index: int) -> None:
         "CodeGen": (1,),
         "Persimmon": (3,),
         "OPT": (3,),
+        "BioGpt": (3,),
         "Nemotron": (3,),
         "Apertus": (3,),
         "Arcee": (3,),
