@@ -163,6 +163,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "Dbrx": {"ffn_config": {"moe_num_experts": 6, "moe_top_k": 6, "ffn_hidden_size": 24}},
     "BioGpt": {},
+    "OpenAIGPT": {},
     "ModernBertDecoder": {"num_key_value_heads": 4, "local_attention": 10},
     "MiMoV2Flash": {
         "head_dim": 24,
@@ -251,7 +252,8 @@ def save_multiplied_out(folder: Path, results: Iterable[BlockResult], to: Path) 
     """Save a copy of the model in `folder` with the dequantised weights of the results."""
     shutil.copytree(folder, to)
     tensors = load_file(folder / "model.safetensors")
-    transposed = read_model_spec(folder).architecture == "GPT2LMHeadModel"
+    linears = read_model_spec(folder).declaration.linears
+    transposed = any(linear.transposed for linear in linears)
     for result in results:
         for name, values in result.changed.items():
             assert values.shape == tensors[name].shape

@@ -293,6 +293,15 @@ PUBLIC: dict[str, dict[str, Any]] = {
         vocab=42384, hidden=1024, inner=4096, layers=24, heads=16, kv_heads=16, positions=1024,
         layer_norm_eps=1e-12,
     ),
+    "GPT": {
+        "architectures": ["OpenAIGPTLMHeadModel"],
+        "afn": "gelu",
+        "n_embd": 768,
+        "n_head": 12,
+        "n_layer": 12,
+        "n_positions": 512,
+        "vocab_size": 40478,
+    },
     "Ettin-Decoder-150M": config(
         "ModernBertDecoderForCausalLM",
         vocab=50368, hidden=768, inner=1152, layers=22, heads=12, kv_heads=12, positions=7999,

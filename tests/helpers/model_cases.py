@@ -611,6 +611,8 @@ CASES = {
     "opt": case("OPT", ffn_dim=48, word_embed_proj_dim=32),
     "biogpt": case("BioGpt", hidden_size=64),
     "biogpt-unscaled": case("BioGpt", scale_embedding=False, tie_word_embeddings=False),
+    "gpt": case("OpenAIGPT"),
+    "gpt-untied": case("OpenAIGPT", layer_norm_epsilon=0.1, tie_word_embeddings=False),
     "opt-350m": case("OPT", word_embed_proj_dim=20, do_layer_norm_before=False),
     "opt-narrow-untied": case("OPT", word_embed_proj_dim=12, tie_word_embeddings=False),
     "opt-gelu-untied": case(

@@ -34,6 +34,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "GPTJ": _GPT2,
     "GPTBigCode": _GPT2,
     "CodeGen": _GPT2,
+    "OpenAIGPT": _GPT2,
     "Dbrx": {
         "vocab_size": 96,
         "d_model": 32,
@@ -131,7 +132,7 @@ def tiny_config(family: str, **options: Any) -> Any:
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     name = f"{family}Text" if family in TEXT_CONFIGS else family
     facts = {**sizes, **special, **options}
-    head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    head = "LMHeadModel" if family in ("GPT2", "OpenAIGPT") else "ForCausalLM"
     if family in ENCODERS:
         tied = facts.pop("tie_word_embeddings", False)
         facts = {"text_config": facts, "vision_config": ENCODERS[family]}

@@ -139,6 +139,7 @@ HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, object]] = {
     "Qwen2": HEADS,
     "GPT2": {"n_embd": 64},
+    "OpenAIGPT": {"n_embd": 64},
     "Mamba2": CALIBRATED["Mamba2"],
     "GPTBigCode": {"n_embd": 64},
     "CodeGen": {"n_embd": 64, "rotary_dim": 8},

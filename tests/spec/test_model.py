@@ -58,6 +58,7 @@ from kvik.spec.visible_keys import Window
         ("Laguna-XS.2", 33_442_617_088),
         ("Kolibri-1", 78_103_074_560),
         ("MiMo-V2-Flash", 308_778_780_864),
+        ("GPT", 116_534_784),
         ("BioGPT", 346_763_264),
         ("DBRX", 131_596_523_520),
         ("Ettin-Decoder-150M", 149_655_232),
@@ -360,6 +361,7 @@ SHARED = {"shared_expert_intermediate_size": 16}
 # Keys that some architectures need in addition to the others.
 OWN_KEYS: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": PUBLIC["gpt2"],
+    "OpenAIGPTLMHeadModel": PUBLIC["GPT"],
     "GPTJForCausalLM": PUBLIC["gpt2"],
     "GPTBigCodeForCausalLM": PUBLIC["gpt2"],
     "Mamba2ForCausalLM": PUBLIC["Mamba-Codestral-7B"],

@@ -1,14 +1,16 @@
 """GPT-2 (Radford et al. 2019): learned positions, LayerNorm, biases everywhere, a plain MLP.
 
-Its checkpoints store matrices as [inputs, outputs], and q, k and v as one matrix.
+Its checkpoints store matrices as [inputs, outputs], and q, k and v as one matrix. In the first GPT
+(Radford et al. 2018) a norm follows each sum.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.decoder import Decoder, PreNormLayer
+from kvik.models.decoder import Decoder, NormedSumLayer, PreNormLayer
 from kvik.spec.declare import (
     SEPARATE,
     Architecture,
@@ -132,4 +134,24 @@ GPT2_MODEL = Architecture(
     },
     gguf_parts=file_parts,
     gguf_implied=lambda fields: {SEPARATE: True},
+)
+# Its files call GPT-2's activation "gelu".
+GPT = replace(
+    GPT2_MODEL,
+    name="OpenAIGPTLMHeadModel",
+    model_type="openai-gpt",
+    models="GPT",
+    make=partial(
+        Decoder,
+        make_layer=partial(NormedSumLayer, attention=GPT2Attention, feed=gpt2_feed, norms=NORMS),
+        scopes=("transformer", ""),
+        names=("tokens_embed", "h", "", "lm_head"),
+        make_positions=partial(learned_positions, name="positions_embed"),
+    ),
+    activations=("gelu",),
+    wiring=None,
+    eos_token_ids=(),
+    keys={**KEYS, "hidden_act": "afn"},
+    fixed={},
+    gguf=None,
 )
