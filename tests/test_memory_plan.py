@@ -262,6 +262,7 @@ def test_the_plan_matches_the_peak_of_a_large_model(
         | {"first_k_dense_replace": 3},
         {"architectures": ["LagunaForCausalLM"], "mlp_layer_types": ["dense"] * 3}
         | {"num_attention_heads_per_layer": [4, 16, 4], "num_experts_per_tok": 2},
+        {"architectures": ["BitNetForCausalLM"], "hidden_act": "relu2"},
         {"architectures": ["OlmoForCausalLM"], "clip_qkv": 8.0, "intermediate_size": 300},
         {"architectures": ["MiMoV2FlashForCausalLM"], "mlp_layer_types": ["dense"] * 3}
         | {"head_dim": 48, "v_head_dim": 32, "num_experts_per_tok": 2},

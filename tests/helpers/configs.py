@@ -302,6 +302,11 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "n_positions": 512,
         "vocab_size": 40478,
     },
+    "BitNet-2B-4T": config(
+        "BitNetForCausalLM",
+        vocab=128256, hidden=2560, inner=6912, layers=30, heads=20, kv_heads=5, positions=4096,
+        hidden_act="relu2", tie_word_embeddings=True,
+    ),
     "Ettin-Decoder-150M": config(
         "ModernBertDecoderForCausalLM",
         vocab=50368, hidden=768, inner=1152, layers=22, heads=12, kv_heads=12, positions=7999,

@@ -926,6 +926,8 @@ CASES = {
         norm_eps=0.1,
         tie_word_embeddings=False,
     ),
+    "bitnet": case("BitNet", hidden_size=64),
+    "bitnet-biases": case("BitNet", attention_bias=True, tie_word_embeddings=True),
     "flint": case(
         "Flint",
         EIGHT_EXPERTS,

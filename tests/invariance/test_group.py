@@ -164,6 +164,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "ModernBertDecoder": {**CALIBRATED["ModernBertDecoder"], "hidden_size": 64},
     "Dbrx": {"d_model": 64},
     "BioGpt": {"hidden_size": 64, "intermediate_size": 64},
+    "BitNet": HEADS,
     "Flint": {**CALIBRATED["Flint"], **HEADS, "head_dim": 16},
     "MiMoV2Flash": {
         **CALIBRATED["MiMoV2Flash"],

@@ -275,7 +275,7 @@ AQLM = {"in_group_size": 8, "num_codebooks": 1, "nbits_per_codebook": 16}
         ({"quant_method": "quark", "global_quant_config": {"weight": FP8}}, "fp8", False),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "int4", True),
         ({"quant_method": "aqlm", **AQLM}, "int4", False),
-        ({"quant_method": "bitnet"}, "int4", False),
+        ({"quant_method": "bitnet"}, "int8", True),
         ({"quant_method": "vptq"}, "bf16", False),
         ({"quant_method": "new", "bits": 5}, "bf16", False),
         ({"quant_method": ["fp8"], "bits": {}}, "bf16", False),

@@ -58,6 +58,7 @@ from kvik.spec.visible_keys import Window
         ("Laguna-XS.2", 33_442_617_088),
         ("Kolibri-1", 78_103_074_560),
         ("MiMo-V2-Flash", 308_778_780_864),
+        ("BitNet-2B-4T", 2_412_820_480),
         ("GPT", 116_534_784),
         ("BioGPT", 346_763_264),
         ("DBRX", 131_596_523_520),

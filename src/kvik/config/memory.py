@@ -32,7 +32,7 @@ from kvik.config.units import MIB
 from kvik.core.config import RESERVED_BLOCKS
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.adapters import in_block, is_stack
-from kvik.spec.declare import XIELU, DeclaredLinear, Role
+from kvik.spec.declare import RELU2, XIELU, DeclaredLinear, Role
 from kvik.spec.kv import AUTO, COPIED, STATE_BYTES, KVGroup, block_bytes, group_layers, stored_as
 from kvik.spec.model import DTYPE_BYTES, LinearLayers
 from kvik.spec.shares import TILE, PipelineStage, cut_groups, stage_groups
@@ -713,6 +713,8 @@ class Footprint:
         widths = 3 * spec.hidden_size + self._qkv + spec.query_width + spec.inner_width
         widths += max(0, spec.state_width - self._qkv - spec.query_width)
         widths += spec.inner_width if spec.activation == XIELU else 0
+        if spec.gated_mlp and spec.activation == RELU2:  # gate, up and their product
+            widths += 2 * spec.inner_width
         normalised = self._qkv
         rotation = 4 * sum(rope.of_token * width for rope, width in spec.rotations)
         buffers = tokens * ((widths + normalised) * self._item + rotation)

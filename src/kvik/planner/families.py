@@ -253,7 +253,7 @@ STORED: Mapping[str | int, str] = {
     "mxfp4": "mxfp4",
     "mxfp4-pack-quantized": "mxfp4",
     "int-quantized": "int8",
-    "bitnet": "int4",  # 2 bits, which are widened to 4, as are 3
+    "bitnet": "int8",  # 2 bits, which are widened to 8 for products with 8 bits
     2: "int4",
     3: "int4",
     4: "int4",

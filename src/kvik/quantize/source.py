@@ -127,6 +127,8 @@ def _values(spec: ModelSpec, layer: int) -> tuple[str, Tensor, Tensor] | None:
         return None
     heads, (kv_heads, _), size = spec.query_heads(facts), spec.heads(facts), spec.value_dim(facts)
     declared = spec.declaration
+    if any(norm.layer == layer and norm.before == "o" for norm in declared.norms):
+        return None
     role = "kv_up" if latent else "qkv"
     linear = next(linear for linear in declared.of_block(layer) if linear.role == role)
     source = _patterns(declared, linear)[-1]

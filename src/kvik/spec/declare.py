@@ -429,6 +429,7 @@ NO_PARTS: Mapping[str, int] = MappingProxyType({})  # of `LayerBuilder.causal_co
 # The activation with two learned numbers per layer, which apply above and below 0, and their names
 # in the scope of an MLP.
 XIELU = "xielu"
+RELU2 = "relu2"  # the square of ReLU; as a gate it is no part of a product
 XIELU_NAMES = ("act_fn.alpha_p", "act_fn.alpha_n")
 
 

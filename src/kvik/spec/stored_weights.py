@@ -258,7 +258,7 @@ BlockLayout = Literal[
 Layout = (
     Literal["awq", "gptq", "pack-quantized", "int-quantized", "fp8"]
     | Literal["mxfp4-pack-quantized", "mxfp4-blocks", "nvfp4-pack-quantized", "nvfp4-modelopt"]
-    | Literal["bnb-nf4", "bnb-fp4", "bnb-int8"]
+    | Literal["bnb-nf4", "bnb-fp4", "bnb-int8", "bitlinear", "autobitlinear"]
     | BlockLayout
 )
 BLOCK_LAYOUTS: tuple[BlockLayout, ...] = get_args(BlockLayout)
@@ -273,6 +273,10 @@ NVFP4_LAYOUTS: frozenset[Layout] = frozenset({NVFP4, NVFP4_MODELOPT})
 # Codes of the numbers of a table, in blocks of the flattened matrix.
 BNB_TABLES: Mapping[Layout, str] = {"bnb-nf4": "nf4", "bnb-fp4": "bnb_fp4"}
 BNB_GROUP = 64
+# Numbers of -1, 0 and 1 with one scale, by the names of transformers' classes; that of the first
+# divides.
+DIVIDED: Final = "bitlinear"
+TERNARY_LAYOUTS: tuple[Layout, ...] = (DIVIDED, "autobitlinear")
 IQ4_LAYOUTS: frozenset[Layout] = frozenset({"IQ4_NL", "IQ4_XS"})
 
 KEY = "quantization_config"
@@ -858,6 +862,16 @@ def _matched(fields: Fields, key: str, layers: _Layers) -> frozenset[str]:
     return layers.matching(fields, key, (target.removeprefix(REGEX) for target in targets))
 
 
+def _bitnet(fields: Fields, layers: _Layers) -> list[StoredRule]:
+    fields.choice("quantization_mode", ("offline",), "offline")
+    if fields.boolean("use_rms_norm", False):
+        raise fields.error("use_rms_norm", "must be false")
+    layout = fields.choice("linear_class", TERNARY_LAYOUTS, DIVIDED)
+    classes = {str(name): name for name in TERNARY_LAYOUTS}
+    scheme = StoredScheme(classes[layout], 2, band=0, quantize_activations=True)
+    return [_skipped(fields, "modules_to_not_convert"), _rest(scheme)]
+
+
 METHODS: Mapping[str, Callable[[Fields, _Layers], list[StoredRule]]] = {
     "awq": _awq,
     "gptq": _gptq,
@@ -868,4 +882,5 @@ METHODS: Mapping[str, Callable[[Fields, _Layers], list[StoredRule]]] = {
     "fbgemm_fp8": _fbgemm_fp8,
     "mxfp4": _mxfp4,
     "modelopt": _modelopt,
+    "bitnet": _bitnet,
 }

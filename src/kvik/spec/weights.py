@@ -14,6 +14,7 @@ from kvik.spec.stored_weights import (
     IQ4_LAYOUTS,
     MXFP4_LAYOUTS,
     NVFP4_LAYOUTS,
+    TERNARY_LAYOUTS,
     StoredScheme,
 )
 from kvik.spec.weight_kind import MX_GROUP, Rounding, WeightKind
@@ -76,7 +77,7 @@ def loaded_kind(stored: StoredScheme, inputs: int) -> WeightKind | None:
             rounded = "token"
         return WeightKind("fp8", group, activations=rounded)
     ordered = stored.ordered and group > 0
-    if stored.bits > 4 or stored.layout == "int-quantized":
+    if stored.bits > 4 or stored.layout in ("int-quantized", *TERNARY_LAYOUTS):
         if not stored.symmetric or group % MIN_INT8_GROUP:
             return None
         rounded = ("group" if group else "token") if stored.quantize_activations else "float"

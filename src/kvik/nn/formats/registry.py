@@ -14,8 +14,15 @@ from kvik.nn.formats.compressed_tensors import IntQuantized, PackQuantized
 from kvik.nn.formats.fp4 import Mxfp4Blocks, Mxfp4Packed, Nvfp4
 from kvik.nn.formats.fp8 import Fp8
 from kvik.nn.formats.integers import Awq, Gptq
+from kvik.nn.formats.ternary import Ternary
 from kvik.nn.gguf_blocks import Blocks
-from kvik.spec.stored_weights import BLOCK_LAYOUTS, KEY, Layout, StoredScheme
+from kvik.spec.stored_weights import (
+    BLOCK_LAYOUTS,
+    KEY,
+    TERNARY_LAYOUTS,
+    Layout,
+    StoredScheme,
+)
 
 # (scheme, shape of the layer, shapes of its tensors) -> format of the layer.
 MakeFormat = Callable[[StoredScheme, LinearShape, Shapes], WeightFormat]
@@ -34,6 +41,7 @@ FORMATS: Mapping[Layout, MakeFormat] = MappingProxyType(
         "bnb-nf4": Bnb4Bit,
         "bnb-fp4": Bnb4Bit,
         "bnb-int8": Bnb8Bit,
+        **dict.fromkeys(TERNARY_LAYOUTS, Ternary),
         **dict.fromkeys(BLOCK_LAYOUTS, Blocks),
     }
 )
