@@ -89,7 +89,7 @@ def test_names_of_published_checkpoints_and_of_modules(
 
 def test_keys_of_published_files_and_of_transformers() -> None:
     """In the former, lists of 0 and 1 and keys with a prefix describe the layers."""
-    published = PUBLIC["MiMo-V2-Flash"]
+    published = PUBLIC["mimo-v2-flash"]
     written = MiMoV2FlashConfig(**published).to_dict()
     for key in written.keys() & {"hybrid_layer_pattern", "moe_layer_freq", "sliding_window_size"}:
         del written[key]

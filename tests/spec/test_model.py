@@ -57,11 +57,11 @@ from kvik.spec.visible_keys import Window
         ("glm-5", 743_911_218_432),
         ("Laguna-XS.2", 33_442_617_088),
         ("Kolibri-1", 78_103_074_560),
-        ("MiMo-V2-Flash", 308_778_780_864),
-        ("BitNet-2B-4T", 2_412_820_480),
+        ("mimo-v2-flash", 308_778_780_864),
+        ("bitnet-b1.58-2b-4t", 2_412_820_480),
         ("GPT", 116_534_784),
         ("BioGPT", 346_763_264),
-        ("DBRX", 131_596_523_520),
+        ("dbrx", 131_596_523_520),
         ("Ettin-Decoder-150M", 149_655_232),
         ("Flint", 39_785_287_456),
         ("FlexOlmo-7x7B", 33_270_665_216),
@@ -102,8 +102,9 @@ from kvik.spec.visible_keys import Window
 def test_parameter_counts_of_public_models(name: str, count: int) -> None:
     spec = ModelSpec.from_config(PUBLIC[name])
     assert spec.num_parameters == count
-    assert spec.weight_bytes("bfloat16", "none") == 2 * count
-    assert spec.weight_bytes("float32", "none") == 4 * count
+    floats = spec.in_floats
+    assert floats.weight_bytes("bfloat16", "none") == 2 * count
+    assert floats.weight_bytes("float32", "none") == 4 * count
 
 
 @pytest.mark.parametrize(
@@ -367,7 +368,7 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
     "GPTBigCodeForCausalLM": PUBLIC["gpt2"],
     "Mamba2ForCausalLM": PUBLIC["Mamba-Codestral-7B"],
     "CodeGenForCausalLM": PUBLIC["gpt2"],
-    "DbrxForCausalLM": PUBLIC["DBRX"],
+    "DbrxForCausalLM": PUBLIC["dbrx"],
     "GPTNeoForCausalLM": {"num_layers": 2, "num_heads": 4, "attention_layers": ["global"] * 2},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 4},
     "BambaForCausalLM": {"attn_layer_indices": [1], "mamba_n_heads": 8},

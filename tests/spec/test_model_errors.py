@@ -96,7 +96,7 @@ def of(architecture: str, **changes: Any) -> dict[str, Any]:
 
 
 def dbrx(part: str, **changes: Any) -> dict[str, Any]:
-    config = PUBLIC["DBRX"]
+    config = PUBLIC["dbrx"]
     return config | {part: config[part] | {"moe_num_experts": 4} | changes}
 
 
