@@ -14,7 +14,7 @@ from pathlib import Path
 SOURCES = Path(__file__).parents[1] / "src"
 # Lines of Python with comments and docstrings, of 2026-11-30. "": files outside folders.
 BUDGETS = {
-    "attention": 2000,
+    "attention": 2040,
     "cli": 5190,
     "config": 5380,
     "core": 6750,
@@ -24,8 +24,8 @@ BUDGETS = {
     "kernels": 10690,
     "kvik_bench": 9750,
     "lang": 700,
-    "models": 7550,
-    "nn": 6870,
+    "models": 8060,
+    "nn": 6960,
     "planner": 5880,
     "quantize": 3310,
     "server": 11980,
