@@ -92,12 +92,13 @@ class Number(Kind):
     def parse(self, text: str) -> float:
         return float(text)
 
-    def checked(self, value: object) -> object:
+    def checked(self, value: object) -> float:
         good = isinstance(value, Real) and not isinstance(value, bool)
         inside = good and self.low <= value <= self.high  # type: ignore[operator]
         if not inside or (self.above and value == self.low):
             raise bad_value(f"a number {self.limits}", value)
-        return value
+        # numpy's numbers and fractions cannot be sent to another process
+        return value if type(value) is int else float(value)  # type: ignore[arg-type]
 
 
 class Flag(Kind):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
@@ -107,9 +108,14 @@ def test_equal_parameters_have_equal_hashes() -> None:
     assert first != SamplingParams(logit_bias={5: 2.0}, stop=["a"])
 
 
-def test_numpy_integers_become_python_integers() -> None:
-    params = SamplingParams(seed=np.int64(5), max_tokens=np.int32(7), n=np.uint8(2))
-    assert [type(value) for value in (params.seed, params.max_tokens, params.n)] == [int] * 3
+def test_numbers_of_other_types_become_those_of_python() -> None:
+    """Only those can be sent to the engine's process."""
+    integers = {"seed": np.int64(5), "max_tokens": np.int32(7), "n": np.uint8(2)}
+    numbers = {"temperature": np.float32(0.5), "top_p": np.float64(0.5), "min_p": Fraction(1, 2)}
+    params = SamplingParams(**integers, **numbers, logit_bias={np.int64(3): np.float16(1)})
+    assert [type(getattr(params, name)) for name in integers] == [int] * 3
+    assert [type(getattr(params, name)) for name in numbers] == [float] * 3
+    assert [(type(key), type(bias)) for key, bias in params.logit_bias.items()] == [(int, float)]
     with pytest.raises(ParamError, match="seed"):
         SamplingParams(seed=np.bool_(True))
 
