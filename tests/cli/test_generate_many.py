@@ -70,6 +70,7 @@ def test_an_interrupted_batch_resumes_and_computes_failed_results_again(
     first, second, third, _ = out.read_text().splitlines(keepends=True)
     failed, kept = json.loads(first), json.loads(second)["line"]
     failed["completions"][0].update(finish_reason="error", token_ids=[], text="")
+    failed["prompt"] = "a prompt that failed, and was corrected in the file"
     out.write_text(json.dumps(failed) + "\n" + second + third[:20])
     assert main([*words, *OPTIONS, *GREEDY]) == 0
     found = written(out.read_text())
@@ -131,7 +132,9 @@ def test_other_files_are_not_overwritten(
     words = ["generate", "--prompts", str(prompts), "-o", str(mine), "--policy", "priority"]
     other = '{"line": 1, "prompt": "another", "prompt_token_ids": [1]}\n'
     damaged = other.replace("another", "\0" * 7)
-    for text in ("my notes", "my notes\n", '{"line": 1}', '{"line": "x"}\n', other, damaged):
+    chat = '{"line": 5, "messages": [{"role": "user", "content": "Bye"}]}\n'
+    notes = ("my notes", "my notes\n", '{"line": 1}', '{"line": "x"}\n')
+    for text in (*notes, other, damaged, chat):
         mine.write_text(text)
         code = main([*words, *OPTIONS])
         if text == '{"line": 1}':

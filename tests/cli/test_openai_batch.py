@@ -135,6 +135,7 @@ def test_an_interrupted_batch_continues(tmp_path: Path, command: Command) -> Non
     assert answers(tmp_path).keys() == {"a", 'ü"', "c"}
     whole = out.read_text()
     assert answer(tmp_path, *lines, options=("--max-model-len", "128")) == 0  # nothing is left
+    assert answer(tmp_path, *lines[:2], entry("c", prompt="A hen", **SHORT)) == 2  # another request
     assert out.read_text() == whole
     batch = str(tmp_path / "batch")
     printed = [

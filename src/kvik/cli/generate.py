@@ -198,6 +198,13 @@ class Line:
     priority: int
     sampling: Mapping[str, Any]
 
+    @property
+    def question(self) -> tuple[str, object]:
+        """The field of the result that repeats what is asked, and its value."""
+        if self.prompt is None:
+            return "messages", self.messages
+        return "prompt" if isinstance(self.prompt, str) else "prompt_token_ids", self.prompt
+
 
 def generate_many(arguments: argparse.Namespace, sampling: Mapping[str, Any]) -> int:
     """Complete the prompts of a file.
@@ -233,9 +240,9 @@ def generate_many(arguments: argparse.Namespace, sampling: Mapping[str, Any]) ->
         with _in_line(line.number):
             SamplingParams().with_changes(**{**sampling, **line.sampling})
             check_priority(line.priority, config.policy)
-    prompts_by_line = {line.number: line.prompt for line in lines}
+    questions = {line.number: line.question for line in lines}
     with closing(ResultFile(path)) as results:
-        done = results.done(b'{"line": ', rb"(\d+)", prompts_by_line, _has_error)
+        done = results.done(b'{"line": ', rb"(\d+)", questions, _has_error)
         rest = [line for line in lines if line.number not in done]
         if not rest:
             return 0
@@ -251,7 +258,9 @@ def generate_many(arguments: argparse.Namespace, sampling: Mapping[str, Any]) ->
             model = llm.resolved.runner.model_path
             with batch_bar(len(rest), None) as finished:
                 for index, output in outputs:
-                    result = {"line": rest[index].number, **as_json(output, model)}
+                    line = rest[index]
+                    result = {"line": line.number, **as_json(output, model)}
+                    result.update([line.question])
                     results.write(result)
                     finished(output.num_output_tokens)
                     failed += _has_error(result)
@@ -275,7 +284,8 @@ def _answer_batch(
         entries.append(entry)
     key = rb'\w+", "custom_id": ("(?:[^"\\]|\\.)*")'
     with closing(ResultFile(path)) as results:
-        done = results.done(b'{"id": "batch_req_', key, {}, _is_refusal)
+        questions = {entry.custom_id: ("id", entry.id) for entry in entries}
+        done = results.done(b'{"id": "batch_req_', key, questions, _is_refusal)
         rest = [entry for entry in entries if entry.custom_id not in done]
         if not rest:
             return 0
@@ -408,7 +418,7 @@ class ResultFile:
         self,
         start: bytes,
         key: bytes,
-        prompts: Mapping[Any, Prompt | None],
+        questions: Mapping[Any, tuple[str, object]],
         failed: Callable[[Mapping[str, Any]], bool],
     ) -> set[int | str]:
         """Return what identifies the lines already in the file; remove failed ones from it, and an
@@ -417,11 +427,12 @@ class ResultFile:
         Args:
             start: of each object in the output.
             key: a pattern for what follows, whose group is what identifies the line, in JSON.
-            prompts: of lines, as far as they are known before the model is loaded.
+            questions: for each line, a field of its object and the value there, which tell whether
+                the object answers the line as it is now.
             failed: whether an object of the output must be computed again.
 
         Raises:
-            ParamError: the file is not an output of such lines, or of lines with these prompts.
+            ParamError: the file is not an output of such lines, or of lines with these questions.
         """
         path = self._path
         if path is None or self._file is None:  # nothing, or a device or pipe
@@ -437,15 +448,14 @@ class ResultFile:
                     except ValueError:  # damaged in a crash of the machine, for instance
                         raise ParamError("output", no_output) from None
                     size += len(text)
-                    if (prompt := prompts.get(line)) is not None:
-                        field = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
-                        if result.get(field) != prompt:
-                            message = f"has a result of another prompt than line {line}"
-                            raise ParamError("output", f"{path!r} {message}; name another file")
+                    field, question = questions.get(line) or (None, None)
                     if failed(result):
                         failures.add(index)
-                    else:
+                    elif field is None or result.get(field) == question:
                         done.add(line)
+                    else:
+                        message = f"answers another prompt than that of line {shown(line)}"
+                        raise ParamError("output", f"{path!r} {message}; name another file")
                 elif text.endswith(b"\n") or not start.startswith(text[: len(start)]):
                     raise ParamError("output", no_output)
         os.ftruncate(self._file, size)

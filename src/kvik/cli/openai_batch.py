@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,12 @@ class BatchRequest(msgspec.Struct, frozen=True):
     url: str
     body: dict[str, Any]
     method: Literal["POST"] = "POST"
+
+    @property
+    def id(self) -> str:
+        """The id of its answer, which shows whether an answer is that of this very request."""
+        text = json.dumps((self.custom_id, self.url, self.body), sort_keys=True)
+        return f"batch_req_{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
 
 def read_request(text: str) -> BatchRequest:
@@ -94,14 +101,13 @@ async def _answer(engine: AsyncLLM, app: ASGIApp, entry: BatchRequest) -> dict[s
             break
         await engine.client.ready()  # raises if it never will be
         await asyncio.sleep(pause)  # the queue is full
-    request_id, body = secrets.token_hex(12), b"".join(part["body"] for part in rest)
     return {
-        "id": f"batch_req_{request_id}",
+        "id": entry.id,
         "custom_id": entry.custom_id,
         "response": {
             "status_code": start["status"],
-            "request_id": request_id,
-            "body": json.loads(body),
+            "request_id": secrets.token_hex(12),
+            "body": json.loads(b"".join(part["body"] for part in rest)),
         },
         "error": None,
     }
