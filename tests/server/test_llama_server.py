@@ -81,6 +81,18 @@ def test_the_reason_of_the_end(server: Served) -> None:
     assert (answer["stop_type"], answer["stopping_word"]) == ("eos", "")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_can_be_computed_for_the_cache_alone(server: Served, stream: bool) -> None:
+    prompt = "Q" * 40
+    body = {"prompt": prompt, "n_predict": 0, "return_tokens": True, "stream": stream}
+    reply = ask(server.http, "POST", "/completion", body)
+    answer = json.loads(reply.body.decode().removeprefix("data: "))  # the only event of a stream
+    assert (answer["content"], answer["tokens"], answer["tokens_predicted"]) == ("", [], 0)
+    assert (answer["stop_type"], answer["timings"]["predicted_n"]) == ("limit", 0)
+    assert answer["generation_settings"]["n_predict"] == 0
+    assert complete(server, {"prompt": prompt, "n_predict": 1})["tokens_cached"] > 0
+
+
 @pytest.mark.parametrize("body", [{}, {"n_predict": -1}, {"max_tokens": -1}])
 def test_without_a_limit_it_fills_the_context(server: Served, body: dict[str, int]) -> None:
     answer = complete(server, {"prompt": "AB", "ignore_eos": True, **body})
@@ -92,7 +104,6 @@ def test_without_a_limit_it_fills_the_context(server: Served, body: dict[str, in
     [
         ({}, "prompt"),
         ({"prompt": ["A", "B"]}, "prompt[0]"),
-        ({"prompt": "A", "n_predict": 0}, "max_tokens"),
         ({"prompt": "A", "n_predict": 5, "max_tokens": 6}, "max_tokens"),
         ({"prompt": "A", "n_probs": 5}, "n_probs"),
         ({"prompt": "A", "grammar": "root ::= x"}, "grammar"),

@@ -60,6 +60,7 @@ def test_a_stream(server):
         ({"prompt": [2**40]}, "prompt"),
         ({"prompt": "A" * 1000}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"n_predict": 0}, "n_predict"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         ({"stop_token_ids": [64]}, "stop_token_ids"),
         ({"cache_salt": "\n"}, "cache_salt"),

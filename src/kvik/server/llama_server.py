@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from kvik import __version__
 from kvik.core.sampling_params import PARAMETERS, SamplingParams
-from kvik.engine.output import RequestOutput, TextDelta
+from kvik.engine.output import CompletionOutput, RequestOutput, TextDelta
 from kvik.server.generation import Generation, GenerationRequest
 from kvik.server.openai.chat import CHAT
 from kvik.server.openai.conversation import Messages, Variable, conversation_text
@@ -52,6 +52,7 @@ class LlamaCompletionRequest(_PARAMETERS, Struct, kw_only=True):  # type: ignore
     prompt: Annotated[str | list[int], Meta(description="a text, or token ids")]
     model: Name | None = None
     stream: bool = False
+    # 0: the prompt is only computed for the cache
     n_predict: Limit | None = None
     max_tokens: Limit | None = None  # another name of n_predict
     return_tokens: bool = False
@@ -126,7 +127,8 @@ async def completion(server: Server, request: Request, body: LlamaCompletionRequ
     text = prompt if isinstance(prompt, str) else ""
     if server.texts.tokenizer is not None and not text:
         text = server.texts.decode(ids)
-    form = LlamaFormat(model, text, generation, with_tokens=body.return_tokens)
+    silent = aliased(body, "n_predict", "max_tokens") == 0
+    form = LlamaFormat(model, text, generation, with_tokens=body.return_tokens, silent=silent)
     return await generation_response(request, [generation], form, body.stream)
 
 
@@ -135,7 +137,8 @@ def _params(body: LlamaCompletionRequest, defaults: SamplingParams) -> SamplingP
     if changes.get("seed") == DRAWN_SEED:
         del changes["seed"]
     limit = aliased(body, "n_predict", "max_tokens")
-    changes["max_tokens"] = limit_of(TO_THE_END if limit is None else limit)
+    limit = TO_THE_END if limit is None else limit
+    changes["max_tokens"] = limit_of(limit or 1)  # for 0, the one token is not shown
     return defaults.with_changes(**changes)
 
 
@@ -146,21 +149,31 @@ class LlamaFormat(ResponseFormat):
         model: its name in the answer.
         prompt: text of the prompt.
         with_tokens: whether to include token ids.
+        silent: whether to leave the output out.
     """
 
     def __init__(
-        self, model: str, prompt: str, generation: Generation, *, with_tokens: bool
+        self,
+        model: str,
+        prompt: str,
+        generation: Generation,
+        *,
+        with_tokens: bool,
+        silent: bool,
     ) -> None:
         self._model = model
         self._prompt = prompt
         self._generation = generation
         self._with_tokens = with_tokens
+        self._silent = silent
         self._num_tokens = 0
 
     def complete(self, outputs: Sequence[RequestOutput]) -> LlamaCompletion:
         return self._finished(outputs, outputs[0].text, outputs[0].outputs[0].token_ids)
 
     def events(self, position: int, delta: TextDelta) -> Iterator[bytes]:
+        if self._silent:
+            return
         self._num_tokens += len(delta.token_ids)
         if delta.text or (self._with_tokens and delta.token_ids):
             yield json_event(
@@ -180,6 +193,10 @@ class LlamaFormat(ResponseFormat):
     ) -> LlamaCompletion:
         (output,) = outputs
         (answer,) = output.outputs
+        used = settings(self._generation.record.params)
+        if self._silent:
+            answer, text, token_ids = CompletionOutput(0, "", [], "length"), "", []
+            used.update(n_predict=0, max_tokens=0)
         word = answer.stop_reason if isinstance(answer.stop_reason, str) else ""
         ended_by = "word" if word else "limit" if answer.finish_reason == "length" else "eos"
         return LlamaCompletion(
@@ -188,7 +205,7 @@ class LlamaFormat(ResponseFormat):
             model=self._model,
             tokens_predicted=len(answer.token_ids),
             tokens_evaluated=len(output.prompt_token_ids),
-            generation_settings=settings(self._generation.record.params),
+            generation_settings=used,
             prompt=self._prompt,
             has_new_line="\n" in answer.text,
             stop_type=ended_by,

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.output import RequestOutput, TextDelta
+from kvik.errors import ParamError
 from kvik.server.generation import Generation, GenerationRequest
 from kvik.server.openai.answers import Speculation, speculation_of
 from kvik.server.openai.requests import (
@@ -20,7 +21,7 @@ from kvik.server.openai.requests import (
     DeadlineMs,
     Limit,
     Priority,
-    aliased,
+    asked_tokens,
     limit_of,
     parameters_of,
     parameters_struct,
@@ -142,7 +143,10 @@ class GenerateFormat(ResponseFormat):
 
 def _params(body: GenerateRequest, defaults: SamplingParams) -> SamplingParams:
     changes = parameters_of(body)
-    if (limit := aliased(body, "max_tokens", "n_predict")) is not None:
+    name, limit = asked_tokens(body)
+    if limit == 0:
+        raise ParamError(name, "must be at least 1")
+    if limit is not None:
         changes["max_tokens"] = limit_of(limit)
     return defaults.with_changes(**changes)
 

@@ -286,10 +286,11 @@ def kept_tokens(server: Server, requested: int | None, num_output: int | None = 
     return truncation(requested, server.max_model_len, num_output)
 
 
-def asked_tokens(body: GenerationFields, newest: int | None = None) -> tuple[str, int | None]:
+def asked_tokens(body: Any, newest: int | None = None) -> tuple[str, int | None]:
     """Return the field that limits the tokens of an answer, and its value.
 
     Args:
+        body: has `max_tokens` and `n_predict`.
         newest: `max_completion_tokens`, which takes precedence.
     """
     if newest is not None:
