@@ -81,6 +81,8 @@ async def test_requests_by_http_and_python_share_the_engine_and_cache():
         assert (await engine.stats()).steps > 0
         page = await client.get("/llm/")
         assert page.status_code == 200 and "<html" in page.text
+        described = (await client.get("/llm/openapi.json")).json()
+        assert described["servers"] == [{"url": "/llm"}]
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ import json
 import re
 from asyncio import to_thread
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from hashlib import blake2b
 from html import escape
 from pathlib import Path
@@ -125,20 +125,20 @@ def document_routes(table: Sequence[Route], root_path: str = "") -> list[Route]:
     """Return the two routes that describe the table and themselves.
 
     Args:
-        root_path: prefix under which clients reach all paths.
+        root_path: prefix under which clients reach all paths, unless an outer app sets another.
     """
 
-    @cache  # at the first request: each start would wait for it
-    def described() -> tuple[bytes, bytes]:
-        api = document([*table, *routes], root_path)
+    @lru_cache(maxsize=8)  # at the first request: each start would wait for it
+    def described(prefix: str) -> tuple[bytes, bytes]:
+        api = document([*table, *routes], prefix)
         return json.dumps(api).encode(), render(api).encode()
 
     async def schema(request: Request) -> Response:
-        content, _ = await to_thread(described)
+        content, _ = await to_thread(described, request.scope.get("root_path") or root_path)
         return Response(content, media_type="application/json", headers=HEADERS)
 
     async def page(request: Request) -> Response:
-        _, content = await to_thread(described)
+        _, content = await to_thread(described, request.scope.get("root_path") or root_path)
         return Response(content, media_type="text/html", headers=HEADERS)
 
     routes = [
