@@ -114,11 +114,15 @@ def test_a_missing_policy_or_tokenizer_is_found_before_the_model_is_loaded(
         ('{"prompt": "A", "min_tokens": 3, "max_tokens": 2}', "must be at most max_tokens"),
         ('{"prompt": "A", "max_tokns": 3}', "did you mean max_tokens"),
         ('"A"\n\n7', "line 3: prompt: must be"),
+        ('"A"\n["A", "B"]', "line 2: prompt: must be"),
         ('{"prompt": "A", "priority": 1}', "line 1: priority: needs"),
         ('{"prompt": "A", "priority": "high"}', "line 1: priority: must be an integer"),
     ],
 )
-def test_a_bad_line_is_named(text: str, error: str, tmp_path: Path, command: Command) -> None:
+def test_a_bad_line_is_named_before_the_model_is_loaded(
+    text: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    monkeypatch.setattr("kvik.llm.start", lambda *_: pytest.fail("the model is loaded"))
     path = tmp_path / "prompts"
     path.write_text(text)
     captured = command("generate", "--prompts", str(path), *OPTIONS, code=2)

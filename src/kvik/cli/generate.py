@@ -31,6 +31,7 @@ from kvik.config.model_source import names_model
 from kvik.core.sampling_params import SamplingParams
 from kvik.errors import KvikError, ParamError, shown
 from kvik.files import can_write, lock, writing_whole
+from kvik.prompts import PlainPrompt, one_prompt
 
 if TYPE_CHECKING:
     from kvik.engine.output import RequestOutput
@@ -193,7 +194,7 @@ class Line:
     """One prompt of the file."""
 
     number: int  # its line number, from 1
-    prompt: Prompt | None  # None if the line has messages
+    prompt: PlainPrompt | None  # None if the line has messages
     messages: Sequence[Mapping[str, Any]] | None
     priority: int
     sampling: Mapping[str, Any]
@@ -372,10 +373,7 @@ def _line(number: int, text: str) -> Line:
         prompt, messages = value.get("prompt"), value.get("messages")
         if (prompt is None) == (messages is None):
             raise ParamError("prompts", "needs either prompt or messages")
-        if prompt is not None and not isinstance(prompt, str | list):
-            raise ParamError(
-                "prompt", f"must be a text or a list of token ids, not {shown(prompt)}"
-            )
+        prompt = None if prompt is None else one_prompt(prompt)
         priority = value.get("priority", 0)
         sampling = {name: value[name] for name in value if name not in OWN}
         return Line(number, prompt, messages, priority, sampling)
