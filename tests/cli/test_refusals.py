@@ -33,6 +33,10 @@ from helpers.commands import Command
         ("info --block-size 0", "--block-size:"),
         ("info --max-model-len 9999999", "--max-model-len:"),
         ("info --policy lifo", "--policy:"),
+        (
+            """info --speculative-config '{"method": "ngram", "num_speculative_tokens": 0}'""",
+            "--speculative-config: num_speculative_tokens must be an integer in [1, 64]",
+        ),
         ("plan /no/such", "model:"),
         ("plan --context many", "--context:"),
         ("plan --hardware h2000", "--hardware:"),

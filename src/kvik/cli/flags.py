@@ -73,7 +73,8 @@ class Parser(argparse.ArgumentParser):
         flags = self._option_string_actions
 
         def in_words(match: re.Match[str]) -> str:
-            return flag_of(match[0]) if flag_of(match[0]) in flags else match[0]
+            is_option = flag_of(match[0]) in flags and match[0] not in SYNONYMS
+            return flag_of(match[0]) if is_option else match[0]
 
         arguments = {action.dest for action in self._actions if not action.option_strings}
         arguments.add("model")  # an argument unless its flag is used
