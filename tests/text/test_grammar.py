@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import random
+from contextlib import suppress
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from helpers.grammars import accepts, byte_vocabulary, matcher, structure
+from helpers.grammars import STOP, accepts, allowed, byte_vocabulary, matcher, structure
 from helpers.schema_edges import edges
 from helpers.schema_values import SchemaValues
 from hypothesis import HealthCheck, given, settings
@@ -118,6 +120,61 @@ def test_random_schemas_allow_only_valid_values(schema: Any, other: Any, seed: i
         assert not accepts(matcher({"json": schema}), written(value))
 
 
+EACH = {"type": st.sampled_from(["integer", "number", "string", ["number", "null"]])}
+END = st.sampled_from([-10, -1, -0.95, 0, 0.5, 0.95, 1, 1.25, 2.75, 10])
+ENDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+MULTIPLES = st.sampled_from([1, 2, 3, 0.5, 0.25, 0.1, 0.05, 0.75, 2.5])
+NUMBERS = st.fixed_dictionaries(
+    {}, optional=EACH | dict.fromkeys(ENDS, END) | {"multipleOf": MULTIPLES}
+)
+COMBINED = st.recursive(
+    NUMBERS,
+    lambda inner: st.builds(
+        lambda one, key, some: {**one, key: some},
+        NUMBERS,
+        st.sampled_from(["allOf", "anyOf"]),
+        st.lists(inner, min_size=1, max_size=3),
+    ),
+    max_leaves=4,
+)
+TEXTS = [
+    *("-10.5", "-10", "-1", "-0.95", "-0.9", "-0.5", "0", "0.05", "0.25", "0.3", "0.5", "0.75"),
+    *("0.9", "0.95", "1", "1.2", "1.25", "2", "2.5", "2.7", "2.75", "2.8", "3", "6", "10", "12.25"),
+    *('"a"', "null"),
+]
+
+
+def exact(text: str) -> Any:
+    """Return the value of a JSON text, with numbers as they are written."""
+    return json.loads(text, parse_float=Decimal)
+
+
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
+@given(schema=COMBINED)
+def test_combined_schemas_allow_only_numbers_of_all(schema: Any) -> None:
+    judge = Draft202012Validator(exact(written(schema)))
+    valid = [text for text in TEXTS if judge.is_valid(exact(text))]
+    try:
+        matcher({"json": schema})
+    except ParamError:
+        assert not valid
+    else:
+        assert [text for text in TEXTS if accepts(matcher({"json": schema}), text)] == valid
+
+
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
+@given(schema=st.recursive(SCALARS | COMBINED, _nested, max_leaves=6), seed=st.integers(0, 2**32))
+def test_random_texts_are_valid(schema: Any, seed: int) -> None:
+    dice, text = random.Random(seed), bytearray()
+    with suppress(ParamError):  # no value satisfies the schema
+        one = matcher({"json": schema})
+        while not one.ended and STOP not in (bytes_ := allowed(one)):
+            closing = bytes_ & {*b'"}]'} if len(text) > 60 else bytes_ - {*b"eE"}
+            text.append(dice.choice(sorted(closing or bytes_)))
+            one.append(text[-1])
+        assert Draft202012Validator(exact(written(schema))).is_valid(exact(text.decode())), text
+
+
 LAYOUTS = [
     ('{"x": 1, "y": 2}', True, True),
     ('{"x":1,"y":2}', False, True),
@@ -151,6 +208,8 @@ MANY = [f"text {i}, of many" for i in range(MAX_CHOICES)]
         ({"grammar": 'root ::= "x" | "(" root ")"'}, ["x", "((x))"], ["", "(x", "()"]),
         ({"grammar": r'root ::= "\u00e9" "\U0001F600\u0022"'}, ['é😀"'], ["é", "ue9"]),
         ({"grammar": r'root ::= "\[" [\u00df\]] "\\u0061"'}, [r"[]\u0061", r"[ß\u0061"], ["[ßa"]),
+        ({"grammar": 'root ::= "." . [.] # a . b'}, [".\n.", ".é."], ["...b", "x.."]),
+        ({"grammar": "root ::= [a&&b~~c]"}, ["a", "&", "~"], ["d"]),
         ({"grammar": '{"grammars": [{"lark_grammar": "start: /k/"}]}'}, ["k"], ["", "kk"]),
         ({"json_object": True}, ["{}", '{"a": [1]}'], ["[]", "1", "{"]),
     ],

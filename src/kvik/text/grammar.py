@@ -14,13 +14,13 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from decimal import Decimal
-from math import inf, nextafter
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from kvik.core.structured import MAX_CHOICES, Constraint
 from kvik.errors import ParamError, brief
+from kvik.text.schema_numbers import exact, gathered
 
 if TYPE_CHECKING:
     from kvik.text.tokenizer import Tokenizer
@@ -43,11 +43,8 @@ BEYOND_REGULAR = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?(?:[=!>]|<[=!])|\\[1-9bB]|\
 ONE = {"additionalItems", "additionalProperties", "items"}
 LISTED = {"allOf", "anyOf", "items", "oneOf", "prefixItems"}
 NAMED = {"$defs", "definitions", "patternProperties", "properties"}
+ANNOTATIONS = {"$comment", "default", "description", "examples", "title"}
 SCALARS = ("boolean", "integer", "null", "number", "string")
-# The sign of the direction to the inside -> the keywords of a bound.
-BOUNDS = {1: ("minimum", "exclusiveMinimum"), -1: ("maximum", "exclusiveMaximum")}
-LARGEST_BOUND = (1 << 63) - 1024  # the largest float in int64
-COMBINED = {"$ref", "allOf", "anyOf", "const", "enum", "oneOf"}
 LISTS = {"allOf", "anyOf", "enum", "oneOf", "prefixItems", "required"}
 
 
@@ -62,31 +59,109 @@ def enforceable(schema: object, left_out: frozenset[str] = frozenset()) -> tuple
         ValueError: a `$ref` points outside the schema, or a part has the wrong type.
         RecursionError: it is nested too deeply.
     """
-    dropped: list[str] = []
-    return _cleaned(schema, "", dropped, NOT_ENFORCED | left_out), dropped
+    cleaning = _Cleaning(schema, NOT_ENFORCED | left_out)
+    return cleaning.cleaned(schema, ""), cleaning.dropped
 
 
-def _cleaned(schema: object, path: str, dropped: list[str], left_out: Set[str]) -> object:
-    if schema is True:
-        return {}
-    if not isinstance(schema, Mapping):
-        return schema  # false; or invalid, which llguidance reports
-    result: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key == OPTIONS or (key == "required" and schema.get("type", "object") in SCALARS):
-            continue  # "required" constrains only objects; in old drafts it is a boolean here
-        if (unenforced := _unenforced(key, value, left_out)) is not None:
-            if unenforced:
-                dropped.append(f"{unenforced} at {path or '/'}")
-            continue
-        if key == "$ref" and isinstance(value, str) and not value.startswith("#"):
-            raise ValueError(f"$ref at {path or '/'} leads out of the schema: {value[:100]}")
-        result[key] = _value(key, value, path, dropped, left_out)
-    for key in ("minProperties", "maxProperties"):
-        if key in result and not _has_all_properties(result):
-            del result[key]
-            dropped.append(f"{key} at {path or '/'}")
-    return _with_exact_bounds(result)
+@dataclass(frozen=True, slots=True)
+class _Cleaning:
+    """Makes the enforceable part of a schema."""
+
+    root: object  # the whole schema
+    left_out: Set[str]  # keywords that cannot be enforced
+    dropped: list[str] = field(default_factory=list)  # what was left out; see `enforceable`
+
+    def cleaned(self, schema: object, path: str) -> object:
+        """Return the enforceable part of a schema at a JSON pointer."""
+        if schema is True:
+            return {}
+        if not isinstance(schema, Mapping):
+            return schema  # false; or invalid, which llguidance reports
+        schema = _with_named(gathered(schema, lambda pointer: pointed(self.root, pointer)))
+        result: dict[str, Any] = {}
+        for key, value in schema.items():
+            if key == OPTIONS or (key == "required" and schema.get("type", "object") in SCALARS):
+                continue  # "required" constrains only objects; in old drafts it is a boolean here
+            if (unenforced := _unenforced(key, value, self.left_out)) is not None:
+                if unenforced:
+                    self.dropped.append(f"{unenforced} at {path or '/'}")
+                continue
+            if key == "$ref" and isinstance(value, str) and not value.startswith("#"):
+                raise ValueError(f"$ref at {path or '/'} leads out of the schema: {value[:100]}")
+            result[key] = self._value(key, value, path)
+        for key in ("minProperties", "maxProperties"):
+            if key in result and not _has_all_properties(result):
+                del result[key]
+                self.dropped.append(f"{key} at {path or '/'}")
+        return exact(result)
+
+    def _value(self, key: str, value: object, path: str) -> object:
+        pointer = f"{path}/{_escaped(key)}"
+        if key in COUNTS:
+            if not isinstance(value, int | float) or not 0 <= value < inf or value != int(value):
+                raise ValueError(
+                    f"{key} at {path or '/'} must be a whole number, not {value!r:.40}"
+                )
+            return int(value)
+        if key in LISTS:
+            if not isinstance(value, list | tuple):
+                raise ValueError(f"{key} at {path or '/'} must be a list, not {value!r:.40}")
+            if key == "required" and not all(isinstance(name, str) for name in value):
+                raise ValueError(f"{key} at {path or '/'} must be a list of strings")
+        if key == "properties" and not isinstance(value, Mapping):
+            raise ValueError(f"{key} at {path or '/'} must be an object, not {value!r:.40}")
+        if key in ("const", "enum") and (large := _inexact(value)) is not None:
+            raise ValueError(
+                f"{key} at {path or '/'} has {large}, which cannot be enforced exactly"
+            )
+        if key in NAMED and isinstance(value, Mapping):
+            result = {}
+            for name, part in value.items():
+                if key == "patternProperties" and BEYOND_REGULAR.search(name):
+                    self.dropped.append(f"{key} {name[:40]} at {path or '/'}")
+                else:
+                    result[name] = self.cleaned(part, f"{pointer}/{_escaped(name)}")
+            return result
+        if key in LISTED and isinstance(value, list | tuple):
+            return [self.cleaned(part, f"{pointer}/{i}") for i, part in enumerate(value)]
+        if key in ONE and not isinstance(value, bool):
+            return self.cleaned(value, pointer)
+        return value
+
+
+def _with_named(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an equal schema without `propertyNames`, if that lists the names or is a pattern, or
+    the schema itself."""
+    names, named = schema.get("propertyNames"), schema.get("properties", {})
+    if not isinstance(names, Mapping) or not isinstance(named, Mapping):
+        return schema
+    rule = {key: value for key, value in names.items() if key not in ANNOTATIONS}
+    if rule.pop("type", "string") != "string" or len(rule) > 1 or "patternProperties" in schema:
+        return schema
+    others = {key: value for key, value in schema.items() if key != "propertyNames"}
+    value = schema.get("additionalProperties", True)
+    match rule:
+        case {"enum": [*listed]} if all(isinstance(name, str) for name in listed):
+            known = {name: named[name] for name in named if name in listed}
+            every = {**dict.fromkeys(listed, value), **known}
+            ordered = {name: every[name] for name in (*known, *every)}
+            return {**others, "properties": ordered, "additionalProperties": False}
+        case {"pattern": str() as pattern} if not named:
+            return {**others, "patternProperties": {pattern: value}, "additionalProperties": False}
+    return schema if rule else others
+
+
+def pointed(schema: object, pointer: object) -> object:
+    """Return the part of a schema that a `$ref` leads to; None: it leads nowhere, or elsewhere."""
+    first, *parts = pointer.split("/") if isinstance(pointer, str) else [""]
+    if first != "#":  # an anchor, or another document
+        return None
+    for part in parts:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(schema, Mapping) or key not in schema:
+            return None
+        schema = schema[key]
+    return schema
 
 
 def _unenforced(key: str, value: object, left_out: Set[str]) -> str | None:
@@ -100,36 +175,6 @@ def _unenforced(key: str, value: object, left_out: Set[str]) -> str | None:
     return key if key in left_out else None
 
 
-def _value(key: str, value: object, path: str, dropped: list[str], left_out: Set[str]) -> object:
-    pointer = f"{path}/{_escaped(key)}"
-    if key in COUNTS:
-        if not isinstance(value, int | float) or not 0 <= value < inf or value != int(value):
-            raise ValueError(f"{key} at {path or '/'} must be a whole number, not {value!r:.40}")
-        return int(value)
-    if key in LISTS:
-        if not isinstance(value, list | tuple):
-            raise ValueError(f"{key} at {path or '/'} must be a list, not {value!r:.40}")
-        if key == "required" and not all(isinstance(name, str) for name in value):
-            raise ValueError(f"{key} at {path or '/'} must be a list of strings")
-    if key == "properties" and not isinstance(value, Mapping):
-        raise ValueError(f"{key} at {path or '/'} must be an object, not {value!r:.40}")
-    if key in ("const", "enum") and (large := _inexact(value)) is not None:
-        raise ValueError(f"{key} at {path or '/'} has {large}, which cannot be enforced exactly")
-    if key in NAMED and isinstance(value, Mapping):
-        result = {}
-        for name, part in value.items():
-            if key == "patternProperties" and BEYOND_REGULAR.search(name):
-                dropped.append(f"{key} {name[:40]} at {path or '/'}")
-            else:
-                result[name] = _cleaned(part, f"{pointer}/{_escaped(name)}", dropped, left_out)
-        return result
-    if key in LISTED and isinstance(value, list | tuple):
-        return [_cleaned(part, f"{pointer}/{i}", dropped, left_out) for i, part in enumerate(value)]
-    if key in ONE and not isinstance(value, bool):
-        return _cleaned(value, pointer, dropped, left_out)
-    return value
-
-
 def _inexact(value: object) -> int | None:
     """Return an integer in a value that llguidance would write with other digits, or None."""
     if isinstance(value, Mapping | list | tuple):
@@ -138,58 +183,6 @@ def _inexact(value: object) -> int | None:
     if type(value) is int and (abs(value) >= 1 << 63 or int(float(value)) != value):
         return value
     return None
-
-
-def _with_exact_bounds(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose bounds of numbers llguidance enforces as they are meant.
-
-    Left alone, it rounds them to floats, includes a whole exclusive bound if the other one is less
-    than 1 away, and excludes the beginnings of a bound with several decimals: 0.9 below 0.95.
-    """
-    bounds = {key: schema[key] for keys in BOUNDS.values() for key in keys if key in schema}
-    if not bounds or not all(type(value) in (int, float) for value in bounds.values()):
-        return schema
-    others = {key: value for key, value in schema.items() if key not in bounds}
-    variants = list[dict[str, Any]]()
-    for sign, (key, exclusive) in BOUNDS.items():
-        for name in bounds.keys() & {key, exclusive}:
-            bounds[name] = _inwards(bounds[name], sign)
-            variants += [{key: value} for value in _beginnings(bounds[name], sign)]
-    for sign, (key, exclusive) in BOUNDS.items():
-        low = sign * bounds.get(exclusive, -sign)
-        high = min((sign * bounds[name] for name in BOUNDS[-sign] if name in bounds), default=inf)
-        if 0 <= low < high < low + 1 and low == int(low):
-            above = nextafter(low, high) if low else high * 1e-15
-            bounds[key] = sign * max(above, sign * bounds.get(key, sign * low))
-            del bounds[exclusive]
-    exact = {**others, **bounds}
-    if not variants or schema.get("type") != "number" or schema.keys() & COMBINED:
-        return exact
-    return {"anyOf": [exact, *({**exact, **variant} for variant in variants)]}
-
-
-def _inwards(value: float, sign: int) -> float:
-    """Return the float at a bound or next to it, inside.
-
-    Args:
-        sign: 1 for a lower bound, -1 for an upper one.
-    """
-    if not abs(value) > 1 << 53:
-        return value
-    if sign * value < -LARGEST_BOUND:
-        return -sign * LARGEST_BOUND
-    if abs(value) > LARGEST_BOUND:
-        return value  # llguidance refuses it
-    near = float(value)
-    return int(near if sign * int(near) >= sign * value else nextafter(near, sign * inf))
-
-
-def _beginnings(value: float, sign: int) -> list[float]:
-    """Return the numbers with fewer decimals that a bound's digits begin with, if they are inside
-    it."""
-    integer, _, fraction = f"{Decimal(repr(abs(value))):f}".partition(".")
-    sizes = range(1, len(fraction)) if sign * value < 0 else ()
-    return [-sign * float(f"{integer}.{fraction[:size]}") for size in sizes]
 
 
 def _escaped(name: str) -> str:
@@ -437,7 +430,7 @@ def _of_text(source: str) -> str:
     else:
         gbnf = importlib.import_module("llguidance.gbnf_to_lark")
         if not gbnf.is_lark_syntax(source):
-            source = _ESCAPE.sub(_short_escape, source)
+            source = _GBNF_PART.sub(_for_converter, source)
         try:
             lark = gbnf.any_to_lark(source)
         except Exception as error:  # the converter's parser raises errors of any kind
@@ -449,8 +442,21 @@ def _of_text(source: str) -> str:
     return source
 
 
-# An escape in GBNF. The converter gets some of them wrong: "\u00e9" becomes "\ue9".
+# A text, a set of characters, a comment or any character in GBNF.
+_GBNF_PART = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|\.', re.DOTALL)
+# The converter gets some escapes wrong: "\u00e9" becomes "\ue9".
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([\[\]])|.)", re.DOTALL)
+
+
+def _for_converter(part: re.Match[str]) -> str:
+    """Return a part of GBNF whose meaning the converter keeps."""
+    if part[0] == ".":
+        return "[\\x00-\U0010ffff]"  # also a newline, which the library's dot leaves out
+    if part[0].startswith("#"):
+        return part[0]
+    text = _ESCAPE.sub(_short_escape, part[0])
+    # "&&" and "~~" are operators in Rust's sets of characters.
+    return text.replace("&", r"\x26").replace("~", r"\x7e") if text.startswith("[") else text
 
 
 def _short_escape(escape: re.Match[str]) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from kvik.core.structured import MAX_SOURCE_BYTES
 from kvik.errors import ParamError
 from kvik.text.dialects import PLACE, Dialect, ToolFormat
-from kvik.text.grammar import LAYOUT, enforceable
+from kvik.text.grammar import LAYOUT, enforceable, pointed
 
 MAX_GRAMMAR_BYTES = 2 * MAX_SOURCE_BYTES
 TOO_LONG = f"may have at most {MAX_GRAMMAR_BYTES} bytes in all"
@@ -274,20 +274,10 @@ class PythonRules:
     def _reference(self, pointer: str) -> str:
         if pointer not in self._named:
             self._named[pointer] = rule = f"{self._rule}_r{len(self._named)}"
-            self.rules.append(f"{rule}: {self._value(self._at(pointer))}")
-        return self._named[pointer]
-
-    def _at(self, pointer: str) -> object:
-        first, *parts = pointer.split("/")
-        if first != "#":  # an anchor
-            raise ParamError("tools", f"$ref {pointer[:80]!r} leads nowhere")
-        node: object = self._schema
-        for part in parts:
-            key = part.replace("~1", "/").replace("~0", "~")
-            if not isinstance(node, Mapping) or key not in node:
+            if (target := pointed(self._schema, pointer)) is None:
                 raise ParamError("tools", f"$ref {pointer[:80]!r} leads nowhere")
-            node = node[key]
-        return node
+            self.rules.append(f"{rule}: {self._value(target)}")
+        return self._named[pointer]
 
 
 # A character of a string literal: one, or an escape of one.
