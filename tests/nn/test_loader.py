@@ -93,6 +93,11 @@ K = "model__layers__0__self_attn__k_proj__weight"
         ({K: torch.ones(32, 16)}, "must have shape [16, 32] by config.json, not [32, 16]"),
         ({NORM: torch.ones(32, dtype=torch.int8)}, "must be F32, BF16, F16 or F64, not I8"),
         ({NORM: torch.ones(32).to(torch.float8_e4m3fn)}, "F16 or F64, not F8_E4M3"),
+        (
+            {NORM: torch.ones(32).where(torch.arange(32) != 7, torch.inf)},
+            "norm.weight' holds NaN or",
+        ),
+        ({K: torch.full((16, 32), torch.nan, dtype=torch.float16)}, "k_proj.weight' holds NaN or"),
         ({f"x{i}": torch.ones(1) for i in range(9)}, "'x2' and 6 more"),
         (
             {K: None, K.replace("weight", "qweight"): torch.ones(3, dtype=torch.int32)},
@@ -116,6 +121,13 @@ def test_a_checkpoint_that_does_not_fit(
     text = str(caught.value)
     assert text.startswith("model: ") and message in text
     assert "\n" not in text and len(text) < 300
+
+
+def test_large_weights_are_no_infinity(llama: Path, tmp_path: Path) -> None:
+    large = torch.full((16, 32), 6e4, dtype=torch.float16)  # their sum overflows
+    model = PagedModel(altered(llama, tmp_path, **{K: large}), dtype=torch.float16).model
+    (linear,) = model.layers[0].attention.qkv.linears
+    assert (linear.matrix.data.values == 6e4).sum() == large.numel()
 
 
 def test_rotary_buffers_of_old_checkpoints_are_left_out(llama: Path, tmp_path: Path) -> None:

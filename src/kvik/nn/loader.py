@@ -79,7 +79,7 @@ def load_weights(declared: Declarations, checkpoint: Checkpoint) -> None:
 
     Raises:
         ModelError: tensors are missing, unknown, or of the wrong shape or type, which is checked
-            before any is read; or weights cannot be quantised.
+            before any is read; or weights cannot be quantised, or are NaN or infinite.
     """
     check_weights(declared, checkpoint)
     _compare_head(declared, checkpoint)
@@ -89,7 +89,10 @@ def load_weights(declared: Declarations, checkpoint: Checkpoint) -> None:
     total = sum(selected_bytes(entries[name], some) for name, some in selected.items())
     with torch.inference_mode(), _half_the_threads(), _progress(total) as advance:
         for run in checkpoint.runs(selected):
-            tensors[run.name].fill(run.first, run.values.to(declared.device))
+            tensor = tensors[run.name]
+            if not tensor.because:  # else a quantised format checks its numbers, or floats are bits
+                run.check_finite()
+            tensor.fill(run.first, run.values.to(declared.device))
             advance(run.values.nbytes)
 
 

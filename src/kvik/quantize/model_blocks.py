@@ -63,13 +63,7 @@ class ModelBlocks:
         for run in self._checkpoint.runs(names):
             if not run.values.is_floating_point():
                 raise ModelError("model", f"tensor {shown(run.name)} does not hold floats")
-            # a sum is a single pass, and finite only if all values are
-            if not bool(run.values.sum(dtype=torch.float32).isfinite()) and not bool(
-                run.values.isfinite().all()
-            ):
-                raise ModelError(
-                    "model", f"tensor {shown(run.name)} holds NaN or infinity: nothing is quantised"
-                )
+            run.check_finite()
 
     def input_layers(self, windows: Tensor) -> InputLayers:
         """Return the part of the network before the first block, for windows [n, tokens]. Only

@@ -158,7 +158,7 @@ def test_configs_that_do_not_match_the_tensors_are_refused(
         ("bnb-fp4", "weight.absmax", float("nan"), "holds NaN or infinity"),
         ("bnb", "weight.nested_absmax", float("inf"), "holds NaN or infinity"),
         ("bnb", "weight.nested_quant_map", float("nan"), "holds NaN or infinity"),
-        ("bnb", "weight.quant_map", float("nan"), "must hold the numbers of nf4"),
+        ("bnb", "weight.quant_map", float("nan"), "holds NaN or infinity"),
         ("bnb-fp4", "weight.quant_map", 0.0, "must hold the numbers of fp4"),
         ("bnb-fp4", f"{STATE}fp4", 0, "must hold a JSON object"),
         ("bnb-8", "SCB", float("nan"), "holds NaN or infinity"),
