@@ -67,3 +67,9 @@ def test_keywords_that_are_not_enforced_are_named(
 def test_references_stay_in_the_schema(ref: str) -> None:
     with pytest.raises(ValueError, match=r"\$ref at /items leads out of the schema"):
         enforceable({"items": {"$ref": ref}})
+
+
+def test_hostile_numbers_have_few_alternatives() -> None:
+    ends = {"minimum": -0.12345678901234567, "maximum": 0.12345678901234567}
+    schema: Any = enforceable({"type": "number", **ends, "multipleOf": 3.2e-15})[0]
+    assert 1 < len(schema["allOf"][0]["anyOf"]) <= 64

@@ -71,13 +71,19 @@ class _Cleaning:
     left_out: Set[str]  # keywords that cannot be enforced
     dropped: list[str] = field(default_factory=list)  # what was left out; see `enforceable`
 
-    def cleaned(self, schema: object, path: str) -> object:
-        """Return the enforceable part of a schema at a JSON pointer."""
+    def cleaned(self, schema: object, path: str, *, gather: bool = True) -> object:
+        """Return the enforceable part of a schema at a JSON pointer.
+
+        Args:
+            gather: whether its numbers are to be gathered; those of a member of `allOf` were.
+        """
         if schema is True:
             return {}
         if not isinstance(schema, Mapping):
             return schema  # false; or invalid, which llguidance reports
-        schema = _with_named(gathered(schema, lambda pointer: pointed(self.root, pointer)))
+        if gather:
+            schema = gathered(schema, lambda pointer: pointed(self.root, pointer))
+        schema = _with_named(schema)
         result: dict[str, Any] = {}
         for key, value in schema.items():
             if key == OPTIONS or (key == "required" and schema.get("type", "object") in SCALARS):
@@ -123,7 +129,10 @@ class _Cleaning:
                     result[name] = self.cleaned(part, f"{pointer}/{_escaped(name)}")
             return result
         if key in LISTED and isinstance(value, list | tuple):
-            return [self.cleaned(part, f"{pointer}/{i}") for i, part in enumerate(value)]
+            return [
+                self.cleaned(part, f"{pointer}/{i}", gather=key != "allOf")
+                for i, part in enumerate(value)
+            ]
         if key in ONE and not isinstance(value, bool):
             return self.cleaned(value, pointer)
         return value

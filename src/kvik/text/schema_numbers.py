@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
+from itertools import islice
 from math import gcd, inf, lcm, nextafter
 from typing import Any
 
@@ -23,6 +24,7 @@ BOUNDS = {1: ("minimum", "exclusiveMinimum"), -1: ("maximum", "exclusiveMaximum"
 KEYWORDS = (*BOUNDS[1], *BOUNDS[-1], "multipleOf")
 # Keywords of a referenced schema that is only a set of numbers.
 OF_NUMBERS = {*KEYWORDS, "$comment", "default", "description", "examples", "title", "type"}
+MAX_ALTERNATIVES = 64  # hostile schemas would have thousands
 LARGEST_BOUND = (1 << 63) - 1024  # the largest float in int64
 
 
@@ -39,7 +41,7 @@ def gathered(schema: Schema, target: Callable[[object], object]) -> Schema:
         return gathered({**_without(schema, "$ref"), "allOf": [*members, there]}, target)
     members = [gathered(one, target) if isinstance(one, Mapping) else one for one in members]
     numbers = Numbers.of([schema, *members])
-    if numbers is None or not numbers.keywords:
+    if numbers is None:
         return schema
     result = _without(schema, *KEYWORDS)
     if members:
@@ -47,7 +49,7 @@ def gathered(schema: Schema, target: Callable[[object], object]) -> Schema:
             _without(one, *KEYWORDS) if isinstance(one, Mapping) else one for one in members
         ]
     key = next((key for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)), None)
-    if key is None:
+    if key is None or not numbers.keywords:
         return {**result, **numbers.keywords}
     result[key] = [_narrowed(branch, numbers.keywords) for branch in schema[key]]
     return result
@@ -132,23 +134,20 @@ class Numbers:
 
     def whole(self) -> Numbers:
         """Return the integers among these numbers."""
-        return self if self.multiple is None else self._with_multiple(Fraction(1))
+        if self.multiple is None:
+            return self
+        return replace(self, multiple=_common(self.multiple, Fraction(1)))
 
     def alternatives(self) -> list[dict[str, Any]]:
         """Return the keywords of schemas that together allow these numbers with any number of
-        decimals."""
+        decimals; of very many, the first."""
         sets = [self]
         for sign, (bound, _) in self.ends.items():
             shorter = _beginnings(bound, sign)
             sets += [replace(self, ends={**self.ends, sign: (end, False)}) for end in shorter]
-        if self.multiple is not None:
-            powers = (Fraction(1, 10**n) for n in range(_decimals(self.multiple)))
-            sets += [one._with_multiple(power) for power in powers for one in list(sets)]
-        result = [one.keywords for one in sets]
-        return [one for i, one in enumerate(result) if one not in result[:i]]
-
-    def _with_multiple(self, other: Fraction) -> Numbers:
-        return replace(self, multiple=_common(self.multiple or other, other))
+        multiples = [None] if self.multiple is None else _with_fewer_decimals(self.multiple)
+        each = (replace(one, multiple=multiple) for one in sets for multiple in multiples)
+        return [one.keywords for one in islice(each, MAX_ALTERNATIVES)]
 
 
 def _fraction(value: float) -> Fraction:
@@ -163,9 +162,24 @@ def _common(*multiples: Fraction) -> Fraction:
     )
 
 
-def _decimals(value: Fraction) -> int:
-    """Return the number of decimals of a decimal fraction."""
-    return next(n for n in range(400) if (value * 10**n).denominator == 1)
+def _with_fewer_decimals(multiple: Fraction) -> list[Fraction]:
+    """Return a multiple, and those of its multiples that numbers with fewer decimals must be
+    multiples of.
+
+    llguidance ignores the point: among numbers with fewer decimals than m * 10^-n it allows those
+    whose digits are a multiple of m. So one with the same m as the one before it adds nothing.
+    """
+    power = 1
+    while power % multiple.denominator:
+        power *= 10
+    result, digits = [multiple], multiple * power
+    while power > 1 and gcd(int(digits), 10) > 1:
+        power //= 10
+        fewer = _common(multiple, Fraction(1, power))
+        if fewer * power != digits:
+            result.append(fewer)
+            digits = fewer * power
+    return result
 
 
 def _inwards(value: float, sign: int) -> float:
@@ -189,4 +203,4 @@ def _beginnings(value: float, sign: int) -> list[float]:
     it."""
     integer, _, fraction = f"{Decimal(repr(abs(value))):f}".partition(".")
     sizes = range(1, len(fraction)) if sign * value < 0 else ()
-    return [-sign * float(f"{integer}.{fraction[:size]}") for size in sizes]
+    return list(dict.fromkeys(-sign * float(f"{integer}.{fraction[:size]}") for size in sizes))
