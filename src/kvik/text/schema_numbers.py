@@ -39,14 +39,17 @@ def gathered(schema: Schema, target: Callable[[object], object]) -> Schema:
         return schema
     if _has_only_numbers(there := target(schema.get("$ref"))):
         return gathered({**_without(schema, "$ref"), "allOf": [*members, there]}, target)
-    members = [gathered(one, target) if isinstance(one, Mapping) else one for one in members]
+    members = [
+        gathered(member, target) if isinstance(member, Mapping) else member for member in members
+    ]
     numbers = Numbers.of([schema, *members])
     if numbers is None:
         return schema
     result = _without(schema, *KEYWORDS)
     if members:
         result["allOf"] = [
-            _without(one, *KEYWORDS) if isinstance(one, Mapping) else one for one in members
+            _without(member, *KEYWORDS) if isinstance(member, Mapping) else member
+            for member in members
         ]
     key = next((key for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)), None)
     if key is None or not numbers.keywords:
@@ -86,7 +89,7 @@ def exact(schema: dict[str, Any]) -> dict[str, Any]:
     first, *more = numbers.alternatives()
     if not more or schema.keys() & {"const", "enum"}:
         return {**others, **numbers.keywords}
-    either = [first, *({"type": "number", **one} for one in more)]
+    either = [first, *({"type": "number", **keywords} for keywords in more)]
     return {**others, "allOf": [*others.get("allOf", ()), {"anyOf": either}]}
 
 
@@ -100,16 +103,16 @@ class Numbers:
     @classmethod
     def of(cls, schemas: Iterable[object]) -> Numbers | None:
         """Return the numbers that all schemas allow; None: a keyword has no valid value."""
-        given = [schema for schema in schemas if isinstance(schema, Mapping)]
-        values = [schema[key] for schema in given for key in KEYWORDS if key in schema]
+        parts = [schema for schema in schemas if isinstance(schema, Mapping)]
+        values = [part[key] for part in parts for key in KEYWORDS if key in part]
         if not all(type(value) in (int, float) and abs(value) < inf for value in values):
             return None
         ends = dict[int, End]()
         for sign, keys in BOUNDS.items():
-            each = [(one[key], key == keys[1]) for one in given for key in keys if key in one]
+            each = [(part[key], key == keys[1]) for part in parts for key in keys if key in part]
             if each:
                 ends[sign] = max(each, key=lambda end: (sign * end[0], end[1]))
-        multiples = [_fraction(one["multipleOf"]) for one in given if "multipleOf" in one]
+        multiples = [_fraction(part["multipleOf"]) for part in parts if "multipleOf" in part]
         if not all(multiple > 0 for multiple in multiples):
             return None
         return cls(ends, _common(*multiples) if multiples else None)
@@ -119,8 +122,8 @@ class Numbers:
         """The keywords of a schema of these numbers."""
         result = {BOUNDS[sign][exclusive]: value for sign, (value, exclusive) in self.ends.items()}
         if self.multiple is not None:
-            whole = self.multiple.denominator == 1
-            result["multipleOf"] = int(self.multiple) if whole else float(self.multiple)
+            is_whole = self.multiple.denominator == 1
+            result["multipleOf"] = int(self.multiple) if is_whole else float(self.multiple)
         return result
 
     def rounded(self) -> Numbers:
@@ -146,8 +149,8 @@ class Numbers:
             shorter = _beginnings(bound, sign)
             sets += [replace(self, ends={**self.ends, sign: (end, False)}) for end in shorter]
         multiples = [None] if self.multiple is None else _with_fewer_decimals(self.multiple)
-        each = (replace(one, multiple=multiple) for one in sets for multiple in multiples)
-        return [one.keywords for one in islice(each, MAX_ALTERNATIVES)]
+        each = (replace(numbers, multiple=multiple) for numbers in sets for multiple in multiples)
+        return [numbers.keywords for numbers in islice(each, MAX_ALTERNATIVES)]
 
 
 def _fraction(value: float) -> Fraction:
@@ -158,7 +161,8 @@ def _fraction(value: float) -> Fraction:
 def _common(*multiples: Fraction) -> Fraction:
     """Return the least common multiple."""
     return Fraction(
-        lcm(*(one.numerator for one in multiples)), gcd(*(one.denominator for one in multiples))
+        lcm(*(multiple.numerator for multiple in multiples)),
+        gcd(*(multiple.denominator for multiple in multiples)),
     )
 
 
