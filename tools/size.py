@@ -30,7 +30,7 @@ BUDGETS = {
     "quantize": 3310,
     "server": 11980,
     "spec": 4990,
-    "text": 4020,
+    "text": 4190,
     "training": 690,
     "worker": 13150,
     "": 4890,
