@@ -114,7 +114,8 @@ class ByTensors:
 
     def run(self, attend: Attend) -> Tensor:
         metadata = attend.metadata
-        out, some = torch.zeros_like(attend.q), slice(metadata.tokens)
+        (tokens, heads, size), some = attend.q.shape, slice(metadata.tokens)
+        out = attend.q.new_zeros(tokens, heads, attend.spec.value_dim or size)
         out[metadata.written :] = torch.nan
         if metadata.tokens:
             real = replace(

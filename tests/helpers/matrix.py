@@ -280,7 +280,7 @@ PURE = {  # Mamba-2 in every layer
 MODELS = (
     "bundled",
     "windowed",
-    *(pytest.param(name, marks=pytest.mark.full) for name in ("chunked", "capped", "narrow")),
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("chunked", "capped")),
 )
 
 

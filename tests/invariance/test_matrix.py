@@ -57,9 +57,9 @@ def test_formats_of_weights_have_the_same_bits(model, format, one_at_a_time, col
 
 
 @needs_native
-@pytest.mark.parametrize("name", ["latent", "indexed"])
+@pytest.mark.parametrize("name", ["latent", "indexed", "narrow"])
 @pytest.mark.parametrize("format", ["bfloat16", "KV in int8"])
 @pytest.mark.parametrize("column", LATENT_COLUMNS, ids=named)
-def test_latent_attention_has_the_same_bits(model, format, one_at_a_time, column, caplog):
+def test_other_vectors_have_the_same_bits(model, format, one_at_a_time, column, caplog):
     checked_bits(column, model, format, one_at_a_time)
     assert not caplog.records  # every step was replayed
