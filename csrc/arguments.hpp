@@ -301,7 +301,8 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 #define KVIK_ARGS_peak_i8(P, I, F) I(steps) P(result)
 
 #define KVIK_KERNELS(K)                                                                  \
-    K(rms_norm) K(layer_norm) K(activate) K(xielu) K(scaled) K(clipped) K(softcap) K(add)           \
+    K(rms_norm) K(layer_norm) K(activate) K(xielu) K(scaled) K(clipped) K(softcap)       \
+    K(add)                                                                               \
     K(gather_rows) K(rotations) K(rotary) K(gated) K(causal_conv) K(recurrence)          \
     K(store_kv) K(store_latent) K(load_kv) K(move_kv) K(keep_queries) K(store_index)     \
     K(choose_keys) K(attention) K(linear) K(linear_each) K(route) K(experts)             \

@@ -155,7 +155,7 @@ public:
         }
     }
 
-    // Sets the bits of the keys that the query reads. A node of a tree finds the keys of its path after the cached ones.
+    // Sets the bits of the keys that the query reads. A node of a tree finds the keys of its path after the cached.
     void choose(float* of_keys) {
         const int64_t first = first_key(), count = num_keys(), end = first + count;
         auto* words = static_cast<uint64_t*>(a.out) + token * a.out_stride;
@@ -188,7 +188,7 @@ public:
 
 private:
     // The smallest of the `top` largest scores, as `ordered`. They are sorted into buckets of equal width, one of which
-    // has it; its members are sorted into narrower buckets.
+    // has it; its members are sorted into narrower buckets. `lowest_kept` does the same with 28 bytes a key, not 8.
     uint32_t lowest_of(const float* of_keys, int64_t count) const {
         constexpr int64_t kBuckets = 2048;
         for (int64_t i = 0; i < count; i++) orders[i] = ordered(of_keys[i]);
@@ -257,7 +257,8 @@ void choose(const choose_keys_args& a, Team& team) {
                 const int64_t begin = task % parts * kKeysPerTask, last = chooser.end_scored();
                 if (chooser.num_keys() <= a.top || begin >= last) continue;
                 chooser.pack_query();
-                chooser.score(begin, begin + kKeysPerTask < last ? begin + kKeysPerTask : last, shared + task / parts * row);
+                const int64_t end = begin + kKeysPerTask < last ? begin + kKeysPerTask : last;
+                chooser.score(begin, end, shared + task / parts * row);
             }
         });
     together(team, tokens, [&](Member& member) {

@@ -170,7 +170,8 @@ with LLM(**options) as llm:
 """
 
 
-@pytest.mark.nightly  # on a busy machine the start may end before the signal is handled
+@pytest.mark.full
+@pytest.mark.usefixtures("default_sigint")
 def test_a_start_succeeds_after_one_that_was_interrupted() -> None:
     """Torch, half imported, cannot be imported again: most attempts crash."""
     command = [sys.executable, "-c", INTERRUPTED_IMPORT]

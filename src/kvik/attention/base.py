@@ -236,8 +236,7 @@ class AttendLatent:
     metadata: AttentionMetadata
     spec: AttentionSpec
     rotation: Tensor | None  # [tokens, rope] fp32, only for q_rope and k_rope; None: no rotation
-    # For each token the places in its sequence of the keys that it reads, ascending; None: it reads
-    # all that it sees.
+    # As `AttentionBackend.choose` returns it; None: each token reads all that it sees.
     choice: Sequence[Tensor] | None = None
 
     def turned(self, ops: Ops) -> tuple[Tensor, Tensor]:
@@ -309,8 +308,9 @@ class AttentionBackend:
         return attend.up.to_values(self._ops, means)
 
     def choose(self, of: Indexed, kv: LayerKV, layout: StepLayout) -> list[Tensor]:
-        """Write the keys of a layer's indexer into the cache, and return what it chooses; see
-        `AttendLatent.choice`. Nothing: each token reads all that it sees."""
+        """Write the keys of a layer's indexer into the cache, and return which keys each token
+        reads, for `AttendLatent.choice` of the same backend: here for each token their places in
+        its sequence, ascending. Nothing: each token reads all that it sees."""
         assert kv.index is not None
         index_keys(self._ops, of, kv.index, layout)
         return choose_keys(of, kv.index, layout)

@@ -221,7 +221,7 @@ class ForwardContext:
     # Results of `once`, by what made them.
     made: dict[Callable[[Tensor], Tensor], Tensor] = field(default_factory=dict)
     taps: Taps | None = None  # what keeps the residual stream between layers; None: nothing does
-    # For each token the keys that the last indexer chose (`AttendLatent.choice`); empty: all.
+    # What the last indexer chose (`AttentionBackend.choose`); empty: tokens read all keys.
     chosen: list[Any] = field(default_factory=list)
 
     def once(self, make: Callable[[Tensor], Tensor]) -> Tensor:
