@@ -207,7 +207,7 @@ def ended(server: ServerProcess) -> dict[str, int]:
         pytest.param(TIER, False, ((), ()), marks=pytest.mark.nightly),
         ((), True, ((), ())),
         pytest.param(TIER, True, (TWO, ()), marks=[needs_native, pytest.mark.nightly]),
-        pytest.param(TIER, False, ((), TWO), marks=needs_native),
+        pytest.param(TIER, False, ((), TWO), marks=[needs_native, pytest.mark.nightly]),
     ],
 )
 def test_requests_of_a_stopping_server_continue_on_another(

@@ -34,7 +34,7 @@ from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import create_function_from_signature
 
 BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))
-FEW = 3
+FEW = 2
 
 
 @dataclass(frozen=True, slots=True)
