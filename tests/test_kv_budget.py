@@ -67,12 +67,12 @@ def test_a_long_prompt_keeps_few_blocks_and_its_prefix_hits(llm):
 def test_a_fault_in_choosing_tokens_ends_one_request(llm, monkeypatch):
     kept, calls = graphs.kept_keys, 0
 
-    def failing(queries: Tensor, k: Tensor, budget: Any) -> Tensor:
+    def failing(weights: Tensor, budget: Any) -> Tensor:
         nonlocal calls
         calls += 1
         if calls == LAYERS + 2:  # in the second request
             raise ValueError("no choice")
-        return kept(queries, k, budget)
+        return kept(weights, budget)
 
     prompts = [tokens(count, seed=count, vocab=2000) for count in (100, 120, 140)]
     right = [output.outputs[0].token_ids for output in llm.generate(prompts, LONG)]
@@ -93,7 +93,6 @@ def test_a_fault_in_choosing_tokens_ends_one_request(llm, monkeypatch):
     [
         ({"window": 64, "attention_sinks": 4}, "window"),
         ({"window": 64}, "window"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"spec_method": "draft_model", "spec_model": DRAFT}, "spec_method"),
     ],
     ids=str,

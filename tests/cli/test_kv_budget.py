@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from helpers.commands import Command
+from helpers.configs import config
+from helpers.tiny_models import save_tiny
 
+from kvik.config.kv_budget import full_layers
 from kvik.config.model_source import BUNDLED
+from kvik.model_files import model_files
+
+SIZES = {
+    **{"vocab": 96, "hidden": 32, "inner": 64, "layers": 4, "heads": 4, "kv_heads": 2},
+    **{"head_dim": 16, "positions": 256},
+}
 
 
 @pytest.mark.full
@@ -53,6 +63,33 @@ def test_wrong_options(tmp_path, command: Command, words, named):
     )
     assert named in error
     assert not (tmp_path / "b.json").exists()
+
+
+@pytest.mark.full
+def test_a_model_with_states(tmp_path, command: Command):
+    """Only some layers attend (Nemotron-H)."""
+    save_tiny(tmp_path, "NemotronH", vocab_size=2048, max_position_embeddings=512)
+    shutil.copy(BUNDLED / "tokenizer.json", tmp_path)
+    full = full_layers(model_files(tmp_path).spec())
+    words = ["kv-budget", str(tmp_path), "--save", str(tmp_path / "b.json"), "--context", "256"]
+    printed = command.json(*words, "--bytes", "0.3")
+    assert [i for i, tokens in enumerate(printed["budgets"]) if tokens] == full
+    assert all(0 < printed["scores"][i] <= 1 for i in full)
+    answer = command("generate", str(tmp_path), "--kv-budget", words[3], "once " * 99).out
+    assert answer
+
+
+@pytest.mark.full
+def test_layers_with_windows_have_no_budget(tmp_path, command: Command):
+    """Gemma 2: every second layer has one."""
+    facts = config("Gemma2ForCausalLM", **SIZES, sliding_window=24)
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    file = tmp_path / "b.json"
+    words = ["kv-budget", str(tmp_path), "--save", str(file), "--by", "uniform", "--bytes", "0.5"]
+    out = command(*words).out
+    assert json.loads(file.read_text())["budgets"] == [None, 128, None, 128]
+    assert "in the layers that see all keys" in out
+    assert [row.split()[0] for row in out.split("\n")[3:] if row] == ["1", "3"]
 
 
 WINDOWS = {"model_type": "mistral", "sliding_window": 64}

@@ -24,6 +24,7 @@ from kvik.config.kv_budget import (
     allot,
     check_model,
     fingerprint_of,
+    full_layers,
     read_budgets,
     save_budgets,
     scores_of,
@@ -91,6 +92,26 @@ def test_a_file_is_read_back(tmp_path):
     assert read_budgets(tmp_path / "b.json", SPEC) == MADE
 
 
+def test_layers_that_do_not_see_all_keys_have_none(tmp_path):
+    spec = ModelSpec.from_config(PUBLIC["Qwen3.5-9B"])
+    full = full_layers(spec)
+    assert 0 < len(full) < spec.num_layers
+    numbers = tuple(256 if i in full else None for i in range(spec.num_layers))
+    made = replace(
+        MADE,
+        architecture=spec.architecture,
+        fingerprint=fingerprint_of(spec),
+        scores=tuple(n and 0.5 for n in numbers),
+        budgets=numbers,
+    )
+    save_budgets(made, tmp_path / "b.json")
+    assert read_budgets(tmp_path / "b.json", spec) == made
+    for wrong in ((256,) * spec.num_layers, numbers[::-1], (None,) * spec.num_layers):
+        save_budgets(replace(made, budgets=wrong), tmp_path / "b.json")
+        with pytest.raises(ConfigError, match="^kv_budget: budgets "):
+            read_budgets(tmp_path / "b.json", spec)
+
+
 WRONG: list[dict[str, Any]] = [
     {"kv_budget": 2},
     {"fingerprint": "0" * 32},
@@ -135,7 +156,7 @@ def test_another_shape_is_another_model():
 @pytest.mark.parametrize(
     "facts",
     [
-        *(PUBLIC[name] for name in ("mistral-7b-v0.1", "Qwen3.5-9B", "Gemma-2-2B", "gemma-4-e2b")),
+        *(PUBLIC[name] for name in ("mistral-7b-v0.1", "gemma-4-e2b")),
         {
             **PUBLIC["llama-2-7b"],
             "architectures": ["DeepseekV3ForCausalLM"],

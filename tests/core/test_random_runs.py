@@ -36,6 +36,7 @@ KINDS: list[tuple[tuple[Seen, ...], int | None, tuple[int, int]]] = [
     ((None, 5), 6, (0, 0)),
     ((None,), 6, (60, 0)),
     ((None, 5), 4, (30, 200)),
+    (BUDGETS[0], 6, (0, 0)),
 ]
 LONGEST = 40
 

@@ -231,6 +231,13 @@ LATENT = model_config(  # attention over latent vectors, an MLP and then experts
     n_group=2, topk_group=1, torch_dtype="float32",
 )  # fmt: skip
 
+GPT_OSS = model_config(  # learned sinks in all layers, windows in every second; experts
+    "GptOssForCausalLM",
+    vocab=96, hidden=32, inner=32, layers=4, heads=4, kv_heads=2, head_dim=16, positions=256,
+    layer_types=["full_attention" if kind == "f" else "sliding_attention" for kind in "sfsf"],
+    sliding_window=24, num_local_experts=4, num_experts_per_tok=2, torch_dtype="float32",
+)  # fmt: skip
+
 STATES = model_config(  # a delta net, attention, a delta net
     "Qwen3_5ForCausalLM",
     vocab=96, hidden=32, inner=64, layers=3, heads=4, kv_heads=2, head_dim=16, positions=256,
@@ -306,7 +313,7 @@ def make_model(name: str, folder: Path) -> dict[str, object]:
         return {"model": BUNDLED}
     configs = {"latent": LATENT, "capped": CAPPED, "chunked": CHUNKED, "states": STATES}
     configs |= {"spaces": SPACES, "beside": BESIDE, "rows": ROWS, "indexed": INDEXED}
-    configs |= {"pure": PURE, "narrow": NARROW}
+    configs |= {"pure": PURE, "narrow": NARROW, "gpt-oss": GPT_OSS}
     config = configs.get(name, WINDOWED)
     (folder / "config.json").write_text(json.dumps(config))
     return {"model": str(folder), "load_format": "random", "seed": 3}

@@ -16,16 +16,19 @@ from helpers.drafters import install
 from helpers.matrix import (
     ALL_OF_IT,
     BITS,
+    BOTH,
     COLUMNS,
     CONTEXT,
     FORMATS,
     SERVED,
     SQUEEZED,
     STAGES,
+    TWO,
     Column,
     by_tier,
     checked_bits,
     checked_tokens,
+    make_model,
     named,
     params,
     prompts,
@@ -38,13 +41,14 @@ from helpers.optional_native import needs_native
 from safetensors.torch import save_file
 
 from kvik.config import resolve
-from kvik.config.kv_budget import KVBudgets, fingerprint_of, save_budgets
+from kvik.config.kv_budget import KVBudgets, fingerprint_of, full_layers, save_budgets
 from kvik.config.model_source import BUNDLED
 from kvik.engine.output import RequestOutput
 from kvik.model_files import model_files
 from kvik.spec.visible_keys import Budget
 
 TOKENS = (36, 36, 40, 40, 44, 44)  # of each layer: three KV groups
+FOUR = {"tensor_parallel_size": 4, "threads": 4}
 EVERY = 4  # further tokens, so that most requests drop some, the longer ones in all layers
 NAMES = (
     *("batch", "torch", "reference attention", "sdpa", "chunks of 5", "chunks of 33"),
@@ -72,15 +76,27 @@ DRAFTED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
-    spec = model_files(Path(BUNDLED)).spec()
-    file = tmp_path_factory.mktemp("budgets") / "b.json"
-    facts = spec.architecture, fingerprint_of(spec), "entropy", 0.25, CONTEXT, "", 0
-    save_budgets(KVBudgets(*facts, scores=(1.0,) * len(TOKENS), budgets=TOKENS), file)
+@pytest.fixture(scope="module", autouse=True)
+def frequent_cuts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resolve, "Budget", partial(Budget, every=EVERY))
-        yield {"model": "", "kv_budget": str(file)}
+        yield
+
+
+def with_budgets(model: dict[str, object], folder: Path) -> dict[str, object]:
+    """Return the options of a model with budgets of `TOKENS` in the layers that see all keys."""
+    spec = model_files(Path(str(model["model"]) or BUNDLED)).spec()
+    of_layers = dict(zip(full_layers(spec), TOKENS, strict=False))
+    budgets = tuple(map(of_layers.get, range(spec.num_layers)))
+    scores = tuple(tokens and 1.0 for tokens in budgets)
+    facts = spec.architecture, fingerprint_of(spec), "entropy", 0.25, CONTEXT, "", 0
+    save_budgets(KVBudgets(*facts, scores=scores, budgets=budgets), folder / "b.json")
+    return {**model, "kv_budget": str(folder / "b.json")}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    return with_budgets({"model": ""}, tmp_path_factory.mktemp("budgets"))
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +136,15 @@ STAGED = [
     Column("pp2, preemption, siblings", {**STAGES, **SQUEEZED}, siblings=2, must="preemptions"),
     Column("pp2, drafts", {**STAGES, "spec_method": "ngram", **EAGER}),
 ]
-CASES += [(c, "bfloat16") for c in STAGED] + [(STAGED[1], "KV in int8")]
+DIVIDED = [
+    Column("tp2", TWO),
+    Column("tp2, hits, chunks", {**TWO, "max_num_batched_tokens": 16}, rounds=2, must="hits"),
+    Column("tp4, preemption, siblings", {**FOUR, **SQUEEZED}, siblings=2, must="preemptions"),
+    Column("tp2 pp2, preemption", {**BOTH, **SQUEEZED}, siblings=2, must="preemptions"),
+    Column("tp2, drafts", {**TWO, "spec_method": "ngram", **EAGER}),
+]
+CASES += [(c, "bfloat16") for c in (*STAGED, *DIVIDED)]
+CASES += [(c, "KV in int8") for c in (STAGED[1], DIVIDED[1])]
 
 
 @pytest.mark.parametrize("drafter", ["always right", "right now and then", "prompt lookup"])
@@ -137,6 +161,56 @@ def test_tokens_do_not_depend_on_drafts(model, expected, texts, column, drafter,
 def test_tokens_do_not_depend_on_stages_with_torchs_kernels(model, expected):
     config = {**STAGES, "kernels": "torch", "max_num_batched_tokens": 33}
     checked_tokens(Column("stages", config), model, expected)
+
+
+@needs_native
+@pytest.mark.full
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("cut", ["exact", "fast"])
+def test_tokens_do_not_depend_on_groups_with_torchs_kernels(model, expected, cut):
+    config = {**TWO, "kernels": "torch", "max_num_batched_tokens": 33, "tensor_parallel_cut": cut}
+    checked_tokens(Column("a group", config), model, expected)
+
+
+# Beside layers that drop tokens they have others, with windows of their own or with states. Scores
+# of the first are capped; heads of the third have learned sinks.
+OTHERS = ("capped", "chunked", "gpt-oss", "narrow", "states", "spaces", "beside")
+OF_OTHERS = [
+    *(c for c in ALL if c.name in ("torch", "prefix hits, chunks", "siblings, preemption")),
+    *(c for c in ALL if c.name in ("three steps in flight, siblings", ALL_OF_IT.name)),
+    *(c for c in (*STAGED, *DIVIDED) if c.name in ("pp2, hits, chunks", "tp2, hits, chunks")),
+]
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> Callable[[str], tuple[dict[str, object], list[RequestOutput]]]:
+    """Return a model with budgets, and its outputs with logprobs of one request at a time."""
+
+    def make(name: str) -> tuple[dict[str, object], list[RequestOutput]]:
+        folder = tmp_path_factory.mktemp("model")
+        made = with_budgets(make_model(name, folder), folder)
+        return made, reference_outputs({**made, "dtype": "bfloat16"})
+
+    return cache(make)
+
+
+@needs_native
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "column",
+    [
+        pytest.param(c, marks=() if c.name == "prefix hits, chunks" else pytest.mark.full)
+        for c in OF_OTHERS
+    ],
+    ids=named,
+)
+def test_other_layers_beside_them(other, name, column):
+    made, alone = other(name)
+    if not column.native:
+        checked_tokens(column, made, reference_tokens(made))
+        return
+    checked_bits(column, made, "bfloat16", alone)
 
 
 def test_trees_of_heads_have_no_branches(model, monkeypatch):

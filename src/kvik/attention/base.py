@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvik.attention.budget import weights_of
 from kvik.attention.indexed import Indexed, choose_keys, index_keys
 from kvik.attention.layout import StepLayout
 from kvik.errors import ConfigError
@@ -405,6 +406,21 @@ class AttentionBackend:
             at: [n] int64, KV positions.
         """
         return read(kv.k, kv.k_scales, at).float()
+
+    def local_heads(self, heads: int, kv_heads: int) -> int:
+        """Return how many query heads of a layer this process computes."""
+        return heads
+
+    def key_weights(self, kv: LayerKV, at: Tensor, queries: Tensor, spec: AttentionSpec) -> Tensor:
+        """Return the attention of the last queries of a request to each of its keys, summed over
+        queries: [heads, keys] fp32.
+
+        Args:
+            at: [keys] int64, KV positions.
+            queries: [queries, heads, head_dim] fp32, of `LayerKV.queries`.
+            spec: of the layer.
+        """
+        return weights_of(queries, self.keys(kv, at), spec.softcap, spec.sinks)
 
 
 # Writing and reading the cache in any of its formats, with torch's operations.

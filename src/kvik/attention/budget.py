@@ -21,43 +21,52 @@ from kvik.spec.visible_keys import Budget
 NEIGHBOURS = 5  # keys whose weights are averaged
 
 
-def weights_of(queries: Tensor, k: Tensor) -> Tensor:
-    """Return the attention of the last queries to each key, summed over heads and queries: [keys].
+def weights_of(
+    queries: Tensor, k: Tensor, softcap: float | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Return the attention of the last queries to each key, summed over queries: [heads, keys].
+
+    Those of a head do not depend on which other heads are computed here, to the bit.
 
     Args:
         queries: [queries, heads, head_dim] fp32, scaled, of the last keys.
         k: [keys, kv_heads, head_dim] fp32.
+        softcap, sinks: see `AttentionSpec`; sinks are those of these heads.
     """
     last, heads, _ = queries.shape
     count, kv_heads, _ = k.shape
-    # The queries of a kv head, one after another, each with the heads of its group.
-    grouped = queries.unflatten(1, (kv_heads, heads // kv_heads)).transpose(0, 1)
-    # [queries, last keys]
     hidden = torch.ones(last, last, dtype=torch.bool, device=k.device).triu(1)
-    total = torch.zeros(count, device=k.device)
-    for head in range(kv_heads):
-        rows = grouped[head].flatten(0, 1)
-        scores = torch.matmul(rows, k[:, head].t().contiguous())
-        scores = scores.unflatten(0, (last, -1))  # [queries, group, keys]
-        scores[..., count - last :].masked_fill_(hidden[:, None], -torch.inf)
-        total += scores.softmax(-1).sum((0, 1))
+    total = torch.empty(heads, count, device=k.device)
+    for head in range(heads):
+        if head % (heads // kv_heads) == 0:
+            keys = k[:, head * kv_heads // heads].t().contiguous()
+        scores = torch.matmul(queries[:, head].contiguous(), keys)  # [queries, keys]
+        if softcap is not None:
+            scores = scores.div_(softcap).tanh_().mul_(softcap)
+        scores[:, count - last :].masked_fill_(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[head].expand(last, 1)), 1)
+        total[head] = scores.softmax(-1)[:, :count].sum(0)
     return total
 
 
-def kept_keys(queries: Tensor, k: Tensor, budget: Budget) -> Tensor:
+def kept_keys(weights: Tensor, budget: Budget) -> Tensor:
     """Return which keys are kept: [tokens] int64, ascending. Of equal ones the earlier are kept.
 
     Args:
-        queries, k: see `weights_of`; more keys than are kept.
+        weights: [heads, keys], of all heads, from `weights_of`; more keys than are kept.
     """
-    count, last = len(k), budget.last
-    middle = weights_of(queries, k)[budget.first : count - last]
+    count, last, device = weights.shape[1], budget.last, weights.device
+    total = torch.zeros(count, device=device)
+    for of_head in weights:  # one after the other, so that the bits do not depend on threads
+        total += of_head
+    middle = total[budget.first : count - last]
     means = avg_pool1d(middle[None], NEIGHBOURS, stride=1, padding=NEIGHBOURS // 2)[0]
     best = means.sort(descending=True, stable=True).indices[: budget.tokens - budget.min_tokens]
     return torch.cat(
         (
-            torch.arange(budget.first, device=k.device),
+            torch.arange(budget.first, device=device),
             best.sort().values + budget.first,
-            torch.arange(count - last, count, device=k.device),
+            torch.arange(count - last, count, device=device),
         )
     )

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvik.attention.base import Attend, AttendLatent, AttentionBackend, AttentionMetadata, LayerKV
+from kvik.attention.base import (
+    Attend,
+    AttendLatent,
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionSpec,
+    LayerKV,
+)
 from kvik.attention.indexed import Indexed
 from kvik.attention.layout import StepLayout
 from kvik.kernels.ops import Ops
@@ -41,10 +48,11 @@ class DividedHeads(AttentionBackend):
     """Attention in which each process computes some heads by another backend, which plans steps and
     has the cache."""
 
-    def __init__(self, backend: AttentionBackend) -> None:
-        self._backend = backend
+    def __init__(self, backend: AttentionBackend, group: Group | TorchGroup) -> None:
+        self._backend, self._group = backend, group
         self.caps = backend.caps
-        self._kv_heads: dict[int, int] = {}  # of all processes, by the id of a layer's cache
+        # Query and kv heads of all processes, by the id of a layer's cache.
+        self._heads: dict[int, tuple[int, int]] = {}
 
     def plan(self, layout: StepLayout, window: Window | None) -> AttentionMetadata:
         return self._backend.plan(layout, window)
@@ -61,8 +69,27 @@ class DividedHeads(AttentionBackend):
     def kv_heads(self, attend: Attend) -> int:
         """Return the number of kv heads of a layer, in all processes."""
         if attend.k is not None:
-            self._kv_heads[id(attend.kv)] = attend.k.shape[1]
-        return self._kv_heads[id(attend.kv)]
+            self._heads[id(attend.kv)] = attend.q.shape[1], attend.k.shape[1]
+        return self._heads[id(attend.kv)][1]
+
+    def local_heads(self, heads: int, kv_heads: int) -> int:
+        first, end = self._share(heads, kv_heads).heads
+        return end - first
+
+    def key_weights(self, kv: LayerKV, at: Tensor, queries: Tensor, spec: AttentionSpec) -> Tensor:
+        heads, kv_heads = self._heads[id(kv)]
+        rank_heads = slice(*self._share(heads, kv_heads).heads)
+        sinks = None if spec.sinks is None else spec.sinks[rank_heads]
+        part = self._backend.key_weights(kv, at, queries, replace(spec, sinks=sinks))
+        return self._all_weights(part, heads, kv_heads)
+
+    def _share(self, heads: int, kv_heads: int) -> HeadShare:
+        return HeadShare.of(heads, kv_heads, self._group.rank, self._group.size)
+
+    def _all_weights(self, part: Tensor, heads: int, kv_heads: int) -> Tensor:
+        """Return the `key_weights` of all processes: [heads of this process, keys] -> [heads,
+        keys]."""
+        raise NotImplementedError
 
 
 class SharedHeads(DividedHeads):
@@ -70,8 +97,8 @@ class SharedHeads(DividedHeads):
     divided in the same way; then each process keeps its own part."""
 
     def __init__(self, backend: AttentionBackend, group: TorchGroup, *, fast: bool) -> None:
-        super().__init__(backend)
-        self._group, self._fast = group, fast
+        super().__init__(backend, group)
+        self._gather_columns, self._fast = group.gather_columns, fast
 
     def run(self, attend: Attend) -> Tensor:
         heads, kv_heads, group = attend.q.shape[1], self.kv_heads(attend), self._group
@@ -105,27 +132,33 @@ class SharedHeads(DividedHeads):
             out[:, slice(*shares[self._group.rank])] = part_out
             return out
         widths = [(end - first) * dim for first, end in shares]
-        return self._group.gather_columns(part_out.flatten(1), widths).view(tokens, heads, dim)
+        return self._gather_columns(part_out.flatten(1), widths).view(tokens, heads, dim)
+
+    def _all_weights(self, part: Tensor, heads: int, kv_heads: int) -> Tensor:
+        size = self._group.size
+        shares = (HeadShare.of(heads, kv_heads, rank, size).heads for rank in range(size))
+        widths = [end - first for first, end in shares]
+        return self._gather_columns(part.t(), widths).t()
 
 
 class GroupAttention(DividedHeads):
     """Attention divided by heads, with native kernels; all processes get all results."""
 
     def __init__(self, backend: CpuAttention, ops: Ops, group: Group) -> None:
-        super().__init__(backend)
-        self._native, self._ops, self._group = backend, ops, group
+        super().__init__(backend, group)
+        self._native, self._ops, self._memory = backend, ops, group
 
     def run(self, attend: Attend) -> Tensor:
         tokens, heads, size = attend.q.shape
         kv_heads = self.kv_heads(attend)
-        share = HeadShare.of(heads, kv_heads, self._group.rank, self._group.size)
+        share = self._share(heads, kv_heads)
         part = heads_of(attend, share)
         if part.k is not None and kv_heads < self._group.size:
             part = replace(part, k=self._copied(part.k))  # rotated in place, but shared by others
         shape = tokens, heads, attend.spec.value_dim or size
-        out = self._group.take(shape, attend.q.dtype)
+        out = self._memory.take(shape, attend.q.dtype)
         self._native.run_into(part, out[:, slice(*share.heads)])
-        self._group.exchange()
+        self._memory.exchange()
         return out
 
     def run_latent(self, attend: AttendLatent) -> Tensor:
@@ -138,10 +171,19 @@ class GroupAttention(DividedHeads):
             k_rope=self._copied(attend.k_rope),
         )
         part_out = self._native.run_latent_by(self._ops, part)  # [tokens, rank heads, value]
-        out = self._group.take((tokens, heads, part_out.shape[2]), part_out.dtype)
-        self._group.copy(part_out.flatten(1), out[:, rank_heads].flatten(1))
-        self._group.exchange()
+        out = self._memory.take((tokens, heads, part_out.shape[2]), part_out.dtype)
+        self._memory.copy(part_out.flatten(1), out[:, rank_heads].flatten(1))
+        self._memory.exchange()
         return out
+
+    def _all_weights(self, part: Tensor, heads: int, kv_heads: int) -> Tensor:
+        self._memory.begin()
+        out = self._memory.take((heads, part.shape[1]), part.dtype)
+        out[slice(*self._share(heads, kv_heads).heads)] = part
+        self._memory.exchange()
+        every = out.clone()
+        self._memory.exchange()  # all have read what the next layer overwrites
+        return every
 
     def _copied(self, k: Tensor) -> Tensor:
         """Return a copy of keys [tokens, heads, dim], which each process rotates in place."""

@@ -26,6 +26,7 @@ from kvik.config.kv_budget import (
     allot,
     check_model,
     fingerprint_of,
+    full_layers,
     save_budgets,
     scores_of,
 )
@@ -77,8 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
     data, tokens = "", 0
     if options.by == ENTROPY:
         entropies, data, tokens = _measured(arguments, config)
-    scores = scores_of(options.by, entropies, spec.num_layers)
-    sizes = [kv.bytes_per_token for kv in spec.kv_specs(1) if kv]
+    full = full_layers(spec)
+    scores = scores_of(options.by, entropies, len(full))
+    sizes = [kv.bytes_per_token for i in full if (kv := spec.kv_specs(1)[i])]
+    allotted = dict(zip(full, allot(scores, sizes, options.bytes, context), strict=True))
+    rounded = dict(zip(full, (round(score, 6) for score in scores), strict=True))
     budgets = KVBudgets(
         architecture=spec.architecture,
         fingerprint=fingerprint_of(spec),
@@ -87,8 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
         context=context,
         data=data,
         tokens=tokens,
-        scores=tuple(round(score, 6) for score in scores),
-        budgets=allot(scores, sizes, options.bytes, context),
+        scores=tuple(map(rounded.get, range(spec.num_layers))),
+        budgets=tuple(map(allotted.get, range(spec.num_layers))),
     )
     try:
         save_budgets(budgets, arguments.save)
@@ -103,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _measured(
     arguments: argparse.Namespace, config: EngineConfig
 ) -> tuple[tuple[float, ...], str, int]:
-    """Return the scores of the layers, the name of the text, and the number of tokens read."""
+    """Return the scores of `full_layers`, the name of the text, and the number of tokens read."""
     from kvik.evaluate.entropy import TOKENS, measure_entropy
 
     with share_bar() as progress:
@@ -112,16 +116,16 @@ def _measured(
 
 
 def _as_text(budgets: KVBudgets, sizes: list[int]) -> str:
-    total = sum(a * b for a, b in zip(budgets.budgets, sizes, strict=True))
+    layers = enumerate(zip(budgets.scores, budgets.budgets, strict=True))
+    rows = [(i, score, tokens) for i, (score, tokens) in layers if tokens is not None]
+    total = sum(tokens * size for (_, _, tokens), size in zip(rows, sizes, strict=True))
     share = total / (budgets.context * sum(sizes))
     read = f", measured on {budgets.tokens:,} tokens" if budgets.tokens else ""
     lines = [
-        f"{budgets.by}{read}: {share:.1%} of the bytes of {budgets.context:,} tokens",
+        f"{budgets.by}{read}: {share:.1%} of the bytes of {budgets.context:,} tokens"
+        + ("" if len(rows) == len(budgets.budgets) else " in the layers that see all keys"),
         "",
         "layer   score   tokens",
     ]
-    lines += [
-        f"{i:5}   {score:5.3f}   {tokens:6,}"
-        for i, (score, tokens) in enumerate(zip(budgets.scores, budgets.budgets, strict=True))
-    ]
+    lines += [f"{i:5}   {score:5.3f}   {tokens:6,}" for i, score, tokens in rows]
     return "\n".join(lines)

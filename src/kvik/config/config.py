@@ -424,11 +424,8 @@ def check_config(config: EngineConfig) -> EngineConfig:
         raise ConfigError(
             "attention_sinks", f"must be 0 without a window, not {config.attention_sinks}"
         )
-    if config.kv_budget is not None:
-        for name, plain in (("window", None), ("tensor_parallel_size", 1)):
-            if getattr(config, name) != plain:
-                allowed = "left out" if plain is None else plain
-                raise ConfigError(name, f"must be {allowed} with kv_budget")
+    if config.kv_budget is not None and config.window is not None:
+        raise ConfigError("window", "must be left out with kv_budget")
     if config.num_blocks is not None and config.kv_cache_memory is not None:
         raise ConfigError("kv_cache_memory", "must be left out when num_blocks is given")
     return config

@@ -70,8 +70,10 @@ class KVBudgets:
     context: int
     data: str  # the text used for measuring; "" without one
     tokens: int  # length of that text; 0 without one
-    scores: tuple[float, ...]  # for each layer, the value that its tokens are proportional to
-    budgets: tuple[int, ...]  # tokens kept by each layer
+    # Of each layer the value that its tokens are proportional to, and how many it keeps; None: its
+    # queries do not see all keys, so it has no budget.
+    scores: tuple[float | None, ...]
+    budgets: tuple[int | None, ...]
 
 
 def fingerprint_of(spec: ModelSpec) -> str:
@@ -85,16 +87,19 @@ def fingerprint_of(spec: ModelSpec) -> str:
     return blake2b(repr(shape).encode(), digest_size=16).hexdigest()
 
 
+def full_layers(spec: ModelSpec) -> list[int]:
+    """Return the layers that can have a budget: those whose queries see all keys."""
+    return [i for i, layer in enumerate(spec.layers) if layer.attends and layer.window is None]
+
+
 def check_model(spec: ModelSpec, field: str = FIELD) -> None:
     """Raise ConfigError if the model does not support budgets."""
     for wrong, reason in (
         (spec.encoder, "is an encoder, which keeps nothing"),
         (spec.fallback is not None, "runs through transformers, which has a cache of its own"),
         (spec.latent is not None, "attends over latent vectors"),
-        (bool(spec.states), "has layers that keep states"),
-        (any(spec.windows), "has windows of its own"),
         (any(layer.kv_from is not None for layer in spec.layers), "has layers that share keys"),
-        (spec.scales.attention_cap is not None, "caps the scores of its attention"),
+        (not full_layers(spec), "has no layers that see all keys"),
     ):
         if wrong:
             verdict = "must be left out" if field == FIELD else "cannot have budgets"
@@ -215,18 +220,26 @@ def read_budgets(path: Path, spec: ModelSpec) -> KVBudgets:
             f"must be made for {spec.architecture} of this shape; {shown(str(path))} is of another "
             f"model ({shown(budgets.architecture)})",
         )
-    lists: dict[str, tuple[Sequence[float], int]] = {
+    lists: dict[str, tuple[Sequence[float | None], int]] = {
         "scores": (budgets.scores, 0),
         "budgets": (budgets.budgets, MIN_TOKENS),
     }
-    for name, (numbers, minimum) in lists.items():
-        if len(numbers) != spec.num_layers:
-            text = f"{name} must be {spec.num_layers} numbers in {shown(str(path))}"
-            raise ConfigError(FIELD, text)
+    full = full_layers(spec)
+    for name, (values_of, minimum) in lists.items():
+        numbers = [n for n in values_of if n is not None]
+        if (
+            len(values_of) != spec.num_layers
+            or [i for i, n in enumerate(values_of) if n is not None] != full
+        ):
+            where = (
+                "" if len(full) == spec.num_layers else ", null for those with a window or state"
+            )
+            text = f"{name} must be a number for each of {spec.num_layers} layers{where}"
+            raise ConfigError(FIELD, f"{text}, in {shown(str(path))}")
         if any(not minimum <= n <= MAX_CONTEXT for n in numbers):
             text = f"{name} must be {minimum} to {MAX_CONTEXT} each, not {min(numbers)}"
             raise ConfigError(FIELD, text)
-    different = len(set(budgets.budgets))
+    different = len(set(budgets.budgets) - {None})
     if different > MAX_CLASSES:
         text = f"budgets must be at most {MAX_CLASSES} different ones, not {different}"
         raise ConfigError(FIELD, text)

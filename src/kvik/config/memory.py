@@ -625,19 +625,24 @@ class Footprint:
     @property
     def _recent_queries(self) -> int:
         """Bytes of the last queries of a request, in all layers with a budget (`LayerKV`)."""
-        every = (spec for group in self.groups for spec in group.specs)
-        heads = self.spec.num_heads
-        return sum(4 * heads * s.head_dim * s.budget.last for s in every if s.budget)
+        total = 0
+        for group in self.groups:
+            for layer, spec in zip(group.layers, group.specs, strict=True):
+                if spec.budget is not None:
+                    heads = self.spec.layers[layer].heads or self.spec.num_heads
+                    total += 4 * heads * spec.head_dim * spec.budget.last
+        return total
 
     def _choosing(self, size: StepSize) -> int:
         """Return the bytes while a layer with a budget selects tokens: all its keys of a request,
-        and the scores of one head with their softmax (attention/budget.py)."""
+        and of each query head its weights, three times if processes exchange them, and the scores
+        of one (attention/budget.py)."""
         largest = 0
         for group in self.groups:
             budget, heads = group.spec.budget, group.spec.num_kv_heads
             if budget is not None:
-                scores = self.spec.num_heads // heads * budget.last
-                width = heads * group.spec.head_dim + 2 * scores
+                weights = 3 * self.spec.num_heads + 2 * budget.last
+                width = (heads + 1) * group.spec.head_dim + weights
                 largest = max(largest, 4 * size.max_model_len * (width + CHOOSING_NUMBERS))
         return largest
 

@@ -427,12 +427,13 @@ def as_budgeted(spec: ModelSpec, budgets: KVBudgets | None, notes: Notes) -> Mod
     if budgets is None:
         return spec
     check_model(spec)
-    smallest, largest = min(budgets.budgets), max(budgets.budgets)
+    kept = [tokens for tokens in budgets.budgets if tokens is not None]
+    smallest, largest = min(kept), max(kept)
     value = f"{smallest} tokens" if smallest == largest else f"{smallest} to {largest} tokens"
     reason = "lossy: answers to long prompts are not those of the model"
     notes.add("kv_budget", value, f"{reason}; by {budgets.by}, {ASKED}")
     layers = (
-        replace(layer, budget=Budget(tokens))
+        replace(layer, budget=None if tokens is None else Budget(tokens))
         for layer, tokens in zip(spec.layers, budgets.budgets, strict=True)
     )
     return replace(spec, layers=tuple(layers))

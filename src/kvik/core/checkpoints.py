@@ -4,7 +4,8 @@ Some layers keep a state of fixed size per request, in the row of its slot. Past
 derived from blocks, so a prefix can be taken from the cache only up to a place where its state was
 copied. Copies are made at block borders, before the step that continues from there:
 
-- at the last block border before the last token of the prompt;
+- at the last block border before the last token of the prompt, or before the first one that layers
+  with a budget always compute;
 - where cached blocks end that a request shares, if there is no checkpoint: others will share them;
 - at each border that the output passes; only the newest is kept, for the next turn. A step with
   accepted drafts may pass it: until the next step, its state can still be copied as of the border.
@@ -18,11 +19,12 @@ checkpoint is several pages, each about as large as that of a block (`core/moves
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from kvik.core.block_pool import extend_hashes
 from kvik.core.types import FinishReason, Request
+from kvik.spec.visible_keys import NEVER
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +39,17 @@ class StateCheckpoint:
 class CheckpointTable:
     """Maps prefixes to checkpoints."""
 
-    def __init__(self, count: int, block_size: int) -> None:
+    def __init__(
+        self, count: int, block_size: int, reusable: Callable[[int], int] = lambda prompt: NEVER
+    ) -> None:
+        """
+        Args:
+            reusable: returns how many tokens of a request may come from the prefix cache, for the
+                length of its prompt.
+        """
         self.count = count
         self.block_size = block_size
+        self._reusable = reusable
         # Prefixes of published checkpoints that tiers should keep, since the list was last emptied;
         # None: there are no tiers.
         self.for_tiers: list[bytes] | None = None
@@ -75,6 +85,8 @@ class CheckpointTable:
         if rest > accepted or not blocks:
             return None
         tokens = blocks * self.block_size
+        if tokens > self._reusable(request.num_prompt_tokens):
+            return None
         if tokens < self._end_of_prompt(request) and tokens not in self._ends(request):
             return None
         hashes = request.block_hashes
@@ -146,7 +158,8 @@ class CheckpointTable:
         return [*self._free, *self._by_hash.values()]
 
     def _end_of_prompt(self, request: Request) -> int:
-        return (request.num_prompt_tokens - 1) // self.block_size * self.block_size
+        prompt = request.num_prompt_tokens
+        return min(prompt - 1, self._reusable(prompt)) // self.block_size * self.block_size
 
     def _ends(self, request: Request) -> tuple[int, int]:
         """Return the numbers of tokens at which a step must end, as the next begins with a copy."""

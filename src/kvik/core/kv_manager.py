@@ -65,7 +65,9 @@ class KVCacheManager:
         # None: no layer keeps a state.
         self.checkpoints: CheckpointTable | None = None
         if config.checkpoints is not None:
-            self.checkpoints = CheckpointTable(config.checkpoints, config.block_size)
+            self.checkpoints = CheckpointTable(
+                config.checkpoints, config.block_size, self._reusable
+            )
         self._visible = [group.visible for group in config.groups]
         self._slides = any(visible.slides for visible in self._visible)
         self._cuts: list[BudgetCut] = []  # since they were taken
@@ -97,8 +99,11 @@ class KVCacheManager:
 
     def num_cacheable(self, request: Request) -> int:
         """Return the known tokens of a request that may come from the prefix cache."""
-        reusable = [visible.reusable(request.num_prompt_tokens) for visible in self._visible]
-        return min([request.num_cacheable_tokens, *reusable])
+        return min(request.num_cacheable_tokens, self._reusable(request.num_prompt_tokens))
+
+    def _reusable(self, prompt: int) -> int:
+        """See `VisibleKeys.reusable`: the least of all groups."""
+        return min((visible.reusable(prompt) for visible in self._visible), default=NEVER)
 
     def demand(self, match: PrefixMatch, num_tokens: int, chunk: int) -> int:
         """Return how many free blocks a request with this match takes for `num_tokens` tokens."""

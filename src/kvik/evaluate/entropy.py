@@ -18,7 +18,7 @@ from kvik.attention.base import LayerKV
 from kvik.attention.layout import StepLayout
 from kvik.attention.reference import ReferenceAttention
 from kvik.config.config import EngineConfig
-from kvik.config.kv_budget import check_model
+from kvik.config.kv_budget import check_model, full_layers
 from kvik.errors import ConfigError
 from kvik.evaluate.windows import cut, longest_window, prompt_prefix, resolve_reader
 from kvik.kernels.ops import Ops
@@ -64,7 +64,7 @@ def measure_entropy(
         progress: called with the current work and the share that is done.
 
     Returns:
-        The score of each layer, 0 to 1, and how many tokens were read.
+        The score of each of `full_layers`, 0 to 1, and how many tokens were read.
 
     Raises:
         KvikError: the model cannot be used, or the texts are too short.
@@ -81,7 +81,8 @@ def measure_entropy(
 def entropy_of(
     config: EngineConfig, windows: Sequence[Sequence[int]], progress: Progress
 ) -> tuple[float, ...]:
-    """Return the score of each layer, 0 to 1, over windows of tokens, read one by one."""
+    """Return the score of each of `full_layers`, 0 to 1, over windows of tokens, read one by
+    one."""
     config = replace(config, kernels="torch", attention_backend="reference", device="cpu")
     resolved = resolve_reader(config, max(map(len, windows)))
     with torch.inference_mode():
@@ -96,7 +97,7 @@ def entropy_of(
         for i, ids in enumerate(windows):
             progress("reading", i / len(windows))
             _read(network, ids, resolved.cache.block_size)
-    layers = [network.kv.of(i).k.data_ptr() for i in range(model.num_layers)]
+    layers = [network.kv.of(i).k.data_ptr() for i in full_layers(model)]
     return tuple(probe.sums[layer] / probe.counts[layer] for layer in layers)
 
 
@@ -130,6 +131,7 @@ def _read(network: EngineNetwork, ids: Sequence[int], block_size: int) -> None:
                 num_scheduled=(len(ids),),
                 contexts=(len(ids),),
                 block_size=block_size,
+                state_rows=torch.zeros(1, dtype=torch.int32),
             )
         )
     none = torch.empty(0, dtype=torch.int64)

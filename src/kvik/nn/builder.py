@@ -190,6 +190,8 @@ class Builder(LayerBuilder):
         self._position_of = {layer: i for i, layer in enumerate(sorted(self._group_of))}
         self._identities: dict[int, Matrix] = {}  # by size, shared by layers
         self._states: dict[int, int] = {}  # layer that keeps a state -> its number among these
+        # What layers with a budget compute, by their number.
+        self.budgeted: dict[int, AttentionSpec] = {}
         self._stored: dict[str, dict[str, tuple[int, ...]]] = {}  # layer -> its tensors' shapes
         for name, entry in checkpoint.entries.items() if checkpoint else ():
             layer, last = layer_of(name)
@@ -855,6 +857,8 @@ class Builder(LayerBuilder):
         owner = 0 if bidirectional is not None else owner  # all such layers use layer 0's cache
         position, group = self._position_of[owner], self._group_of[owner]
         window = self._groups[group].spec.window
+        if self._groups[group].budgeted:
+            self.budgeted[layer] = spec
         # If windows have sinks, all layers share one rotation.
         sink_rope = self._ropes[0] if window is not None and window.sinks else None
         return Attention(self.backend, position, group, spec, q_rope, sink_rope)

@@ -131,7 +131,8 @@ class Selection:
         """Return the selected part of these values."""
         if self.ranges is None:
             return values
-        some = [values.narrow(self.axis, first, end - first) for first, end in self.ranges]
+        ranges = self.ranges or ((0, 0),)
+        some = [values.narrow(self.axis, first, end - first) for first, end in ranges]
         return torch.cat(some, self.axis)
 
 

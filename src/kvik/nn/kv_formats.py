@@ -51,7 +51,8 @@ def allocate_kv(
     zeros: Zeros = torch.zeros,
     *,
     separate: bool = False,
-    queries: tuple[int, int] = (0, 0),
+    slots: int = 0,
+    heads: Callable[[int], int] = lambda layer: 0,
 ) -> KVCache:
     """Return the zeroed cache of every layer. Zeroed, as a masked key has weight 0, and 0 times
     garbage may be NaN.
@@ -63,7 +64,8 @@ def allocate_kv(
         dtype: of the model, for layers of the format "auto".
         zeros: allocates the memory.
         separate: a block belongs to all groups at once, so no two layers share a storage.
-        queries: number of request slots and of query heads, for layers with a budget.
+        slots, heads: number of request slots, and of the query heads of a layer, for layers with a
+            budget.
     """
     storages: dict[object, torch.Tensor] = {}
 
@@ -105,7 +107,7 @@ def allocate_kv(
                 index = _part(storage(of, math.prod(of_index), dtype), 0, of_index)
             recent = None
             if spec.budget is not None:
-                ring = queries[0], spec.budget.last, queries[1], spec.head_dim
+                ring = slots, spec.budget.last, heads(layer), spec.head_dim
                 recent = zeros(*ring, dtype=torch.float32, device=device)
             stored_layer = LayerKV(*numbers, *scales)
             by_layer[layer] = replace(stored_layer, queries=recent, index=index)

@@ -8,14 +8,14 @@ is independent of this.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.attention.base import AttentionBackend
+from kvik.attention.base import AttentionBackend, AttentionSpec
 from kvik.attention.budget import kept_keys
 from kvik.frozen import frozen
 from kvik.kernels.ops import Ops
@@ -190,6 +190,8 @@ class EngineNetwork:
     # it reads the hidden states.
     onward: Callable[[Tensor, Sequence[Tensor]], Tensor] | None = None
     adapters: AdapterSlots | None = None  # from which requests choose; None: there are none
+    # What layers with a budget compute, by their number.
+    budgeted: Mapping[int, AttentionSpec] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -291,6 +293,15 @@ class EngineNetwork:
         layers = self.groups[cut.group].layers
         if not layers:  # other stages have them
             return
+        if self.ranks is None:
+            self._cut(cut)
+            return
+        self.ranks.begin()
+        with self.ranks.jointly(cut):
+            self._cut(cut)
+
+    def _cut(self, cut: CutKeys) -> None:
+        layers = self.groups[cut.group].layers
         budget = self.groups[cut.group].spec.budget
         assert budget is not None
         device = self.device
@@ -300,7 +311,9 @@ class EngineNetwork:
         for layer in layers:
             kv = self.kv.of(layer)
             assert kv.queries is not None
-            chosen = kept_keys(kv.queries[cut.slot, order], self.backend.keys(kv, at), budget)
+            queries = kv.queries[cut.slot, order]
+            weights = self.backend.key_weights(kv, at, queries, self.budgeted[layer])
+            chosen = kept_keys(weights, budget)
             self.backend.move(kv, at[chosen], to)
 
 

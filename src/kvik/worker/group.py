@@ -151,6 +151,7 @@ Message = (
     | IdleStep
     | CopyCaches
     | MoveTokens
+    | CutKeys
     | ReadLogits
     | Enter
     | GiveBack

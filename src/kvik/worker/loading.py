@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 
-from kvik.attention.base import AttentionBackend
+from kvik.attention.base import AttentionBackend, AttentionSpec
 from kvik.config.config import ResolvedConfig
 from kvik.config.memory import DRAFT_STATES
 from kvik.config.speculative import EMBEDDING_METHODS, ResolvedSpeculation
@@ -118,11 +118,15 @@ def load_network(
         parts = replace(parts, backend=backend)
     platform.release_freed()  # memory used while reading the tokenizer
     with torch.inference_mode():
-        model, pooled, adapters = _load(
-            config, parts, spec, path, groups, quantization, stage, adapted=not drafts
-        )
+        loaded = _load(config, parts, spec, path, groups, quantization, stage, adapted=not drafts)
         platform.release_freed()
         if kv is None:
+
+            def heads(layer: int) -> int:
+                of = spec.layers[layer]
+                kv_heads, _ = spec.heads(of)
+                return parts.backend.local_heads(of.heads or spec.num_heads, kv_heads)
+
             kv = allocate_kv(
                 groups,
                 cache.pool_size,
@@ -131,7 +135,8 @@ def load_network(
                 parts.device,
                 parts.kv_zeros,
                 separate=drafts,
-                queries=(config.scheduler.max_num_seqs, spec.num_heads),
+                slots=config.scheduler.max_num_seqs,
+                heads=heads,
             )
         layers = (
             spec.layers if stage is None else spec.layers[stage.layers.start : stage.layers.stop]
@@ -142,7 +147,7 @@ def load_network(
             rows = DRAFT_STATES * config.scheduler.max_num_seqs
         states = allocate_states(state_specs, rows, parts.device, parts.kv_zeros)
     return EngineNetwork(
-        model,
+        loaded.model,
         parts.ops,
         parts.backend,
         groups,
@@ -150,9 +155,10 @@ def load_network(
         states,
         stage=stage,
         pooling=spec.pooling,
-        pooled=pooled,
+        pooled=loaded.pooled,
         generates=not spec.encoder,
-        adapters=adapters,
+        adapters=loaded.adapters,
+        budgeted=loaded.budgeted,
     )
 
 
@@ -270,6 +276,16 @@ def _before_newest(group: KVGroup) -> KVGroup:
     return replace(group, specs=specs)
 
 
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A model, and what belongs to it; see `EngineNetwork`."""
+
+    model: Network
+    pooled: PooledHead | None
+    adapters: AdapterSlots | None
+    budgeted: Mapping[int, AttentionSpec]
+
+
 def _load(
     config: ResolvedConfig,
     parts: PlatformParts,
@@ -280,7 +296,7 @@ def _load(
     stage: PipelineStage | None = None,
     *,
     adapted: bool = True,
-) -> tuple[Network, PooledHead | None, AdapterSlots | None]:
+) -> _Loaded:
     """Load a model from an engine folder or the engine cache, else from its files.
 
     Args:
@@ -296,9 +312,7 @@ def _load(
     if spec.predictor_scope:  # drafts come from the plain model
         fixed = (spec.predictor_scope,)
 
-    def load(
-        checkpoint: Checkpoint | None, storage: Storage | None
-    ) -> tuple[Network, PooledHead | None, AdapterSlots | None]:
+    def load(checkpoint: Checkpoint | None, storage: Storage | None) -> _Loaded:
         adapters = None
         if runner.max_adapters:
             adapters = AdapterSlots(
@@ -313,7 +327,8 @@ def _load(
         builder = make_builder(
             config, parts, spec, groups, quantization, checkpoint, storage, stage, adapters
         )
-        return *load_model(spec, builder, runner.adapters, seed=runner.seed), adapters
+        model, pooled = load_model(spec, builder, runner.adapters, seed=runner.seed)
+        return _Loaded(model, pooled, adapters, builder.budgeted)
 
     if spec.built is not None:
         return load(None, MappedStorage(path, parts.packing))
@@ -326,10 +341,10 @@ def _load(
         except ModelError as error:
             cache.is_bad(str(error))
     fresh = FreshStorage(parts.ops)
-    model = load(_checkpoint(path, spec, runner.lora), fresh)
+    loaded = load(_checkpoint(path, spec, runner.lora), fresh)
     if cache is not None and not parts.packing.divided and stage is None:
         cache.keep(runner, quantization, fresh, parts.packing)
-    return model
+    return loaded
 
 
 def _checkpoint(path: Path, spec: ModelSpec, lora: str | None) -> Checkpoint:

@@ -23,6 +23,7 @@ from kvik.worker.group import (
     CaptureStep,
     CopyCaches,
     CopyPages,
+    CutKeys,
     Enter,
     GiveBack,
     IdleStep,
@@ -118,6 +119,8 @@ class Member:
         match message:
             case CopyCaches(blocks, states):
                 self._network.copy(blocks, states)
+            case CutKeys():
+                self._network.cut(message)
             case MoveTokens(group, places):
                 self._network.move(group, np.array(places, np.int64))
             case GiveBack(blocks):
