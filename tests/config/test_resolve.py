@@ -23,6 +23,7 @@ from kvik.errors import CapacityError, ConfigError, KvikError
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.layers import QueryScale
 from kvik.spec.stored_weights import StoredQuantization
+from kvik.spec.visible_keys import Window
 
 GIB = 1 << 30
 PC = Hardware("PC", 8, 16 * GIB, "RAM available", frozenset({"avx2", "avx512_bf16"}))
@@ -475,7 +476,6 @@ OMIT = "must be left out: .*"
             {"device": "cuda", "tensor_parallel_size": 2, **TIER},
             f"kv_tiers: {OMIT}of several GPUs",
         ),
-        (SMALL, PC, {"kv_budget": "budgets.json", **TIER}, f"kv_tiers: {OMIT}kv_budget"),
         (SMALL, PC, {"enable_prefix_caching": False, **TIER}, f"kv_tiers: {OMIT}enable_prefix_"),
         (DEEPSEEK, PC, WINDOW, f"window: {OMIT} latent vectors"),
         (STATES, PC, WINDOW, f"window: {OMIT} keep states"),
@@ -548,8 +548,9 @@ def test_budgets_are_for_gpus_too_and_not_for_every_model() -> None:
     found = resolve(EngineConfig(), TINY, gpu, "/models/x", budgets=budgets(64, 64))
     assert found.runner.attention_backend == "triton"
     assert [g.spec.budget and g.spec.budget.tokens for g in found.cache.groups] == [64]
-    with pytest.raises(ConfigError, match="kv_budget: must be left out: .* windows"):
-        resolve(EngineConfig(), GEMMA, PC, "/models/x", budgets=budgets(*[64] * 26))
+    windowed = replace(TINY, layers=tuple(replace(y, window=Window(24)) for y in TINY.layers))
+    with pytest.raises(ConfigError, match="kv_budget: must be left out: .* all keys"):
+        resolve(EngineConfig(), windowed, PC, "/models/x", budgets=budgets(64, 64))
 
 
 def test_a_server_may_use_its_cpu() -> None:

@@ -37,6 +37,8 @@ KINDS: list[tuple[tuple[Seen, ...], int | None, tuple[int, int]]] = [
     ((None,), 6, (60, 0)),
     ((None, 5), 4, (30, 200)),
     (BUDGETS[0], 6, (0, 0)),
+    (BUDGETS[1], None, (30, 200)),
+    (BUDGETS[0], 4, (60, 0)),
 ]
 LONGEST = 40
 
@@ -123,7 +125,7 @@ def run(
 def test_every_request_gets_its_own_tokens(policy: str, depth: int) -> None:
     reasons: set[FinishReason | None] = set()
     preemptions = hits = pinned = vectors = loaded = 0
-    first = 11 * (depth + 3 * POLICIES.index(policy))  # each run has a seed of its own
+    first = 14 * (depth + 3 * POLICIES.index(policy))  # each run has a seed of its own
     for seed, (windows, checkpoints, tiers) in enumerate(KINDS * runs(1), first):
         sim = run(seed, policy, windows, depth, checkpoints, tiers)
         ended = sim.ended.values()

@@ -23,6 +23,7 @@ from helpers.matrix import (
     SERVED,
     SQUEEZED,
     STAGES,
+    TIGHT,
     TWO,
     Column,
     by_tier,
@@ -57,11 +58,16 @@ NAMES = (
     *("two threads", "siblings", "siblings, preemption", "three steps in flight, siblings"),
     *("two steps in flight, preemption, chunks", "recorded", "wire, preemption", "pins"),
     *("tenants, preemption", "shuffled arrival", ALL_OF_IT.name),
+    *("memory tier", "disk tier", "memory and disk tiers, chunks, siblings", "roles", "moved"),
+    *("memory tier, chunks, two steps in flight", "swap, siblings, three steps in flight"),
 )
 
 
 def without_hits(column: Column) -> Column:
-    """Expect no block of 64 to be reused, since the last queries before a cut are computed."""
+    """Expect no block of 64 to be reused, since the last queries before a cut are computed. So a
+    preempted request of these lengths has nothing to load, either."""
+    if column.must == "swaps":
+        return replace(column, must="preemptions")
     return replace(column, must="") if column.config.get("block_size") == 64 else column
 
 
@@ -143,6 +149,10 @@ DIVIDED = [
     Column("tp2 pp2, preemption", {**BOTH, **SQUEEZED}, siblings=2, must="preemptions"),
     Column("tp2, drafts", {**TWO, "spec_method": "ngram", **EAGER}),
 ]
+DIVIDED += [
+    Column(f"{name}, memory tier", {**TIGHT, **way}, rounds=2, must="loads")
+    for name, way in (("tp2", TWO), ("pp2", {**STAGES, "max_num_seqs": 4}))
+]
 CASES += [(c, "bfloat16") for c in (*STAGED, *DIVIDED)]
 CASES += [(c, "KV in int8") for c in (STAGED[1], DIVIDED[1])]
 
@@ -177,6 +187,7 @@ def test_tokens_do_not_depend_on_groups_with_torchs_kernels(model, expected, cut
 OTHERS = ("capped", "chunked", "gpt-oss", "narrow", "states", "spaces", "beside")
 OF_OTHERS = [
     *(c for c in ALL if c.name in ("torch", "prefix hits, chunks", "siblings, preemption")),
+    *(c for c in ALL if c.name in ("memory tier, chunks, two steps in flight", "moved")),
     *(c for c in ALL if c.name in ("three steps in flight, siblings", ALL_OF_IT.name)),
     *(c for c in (*STAGED, *DIVIDED) if c.name in ("pp2, hits, chunks", "tp2, hits, chunks")),
 ]

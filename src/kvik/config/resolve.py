@@ -469,7 +469,6 @@ def check_tiers(
             "distributed_executor_backend mp has tiers",
         ),
         (not config.enable_prefix_caching, "it needs enable_prefix_caching"),
-        (config.kv_budget is not None, "blocks behind a cut of kv_budget are not kept"),
     ):
         if wrong:
             if config.kv_tiers is None:

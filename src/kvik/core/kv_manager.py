@@ -65,12 +65,11 @@ class KVCacheManager:
         # None: no layer keeps a state.
         self.checkpoints: CheckpointTable | None = None
         if config.checkpoints is not None:
-            self.checkpoints = CheckpointTable(
-                config.checkpoints, config.block_size, self._reusable
-            )
+            self.checkpoints = CheckpointTable(config.checkpoints, config.block_size, self.reusable)
         self._visible = [group.visible for group in config.groups]
         self._slides = any(visible.slides for visible in self._visible)
         self._cuts: list[BudgetCut] = []  # since they were taken
+        self.cut_blocks: list[int] = []  # that they read, and that may be free already
         # If all layers see the same keys, the blocks of a token are released together.
         self._releases_tokens = len(set(self._visible)) == 1 and self._slides
 
@@ -99,9 +98,9 @@ class KVCacheManager:
 
     def num_cacheable(self, request: Request) -> int:
         """Return the known tokens of a request that may come from the prefix cache."""
-        return min(request.num_cacheable_tokens, self._reusable(request.num_prompt_tokens))
+        return min(request.num_cacheable_tokens, self.reusable(request.num_prompt_tokens))
 
-    def _reusable(self, prompt: int) -> int:
+    def reusable(self, prompt: int) -> int:
         """See `VisibleKeys.reusable`: the least of all groups."""
         return min((visible.reusable(prompt) for visible in self._visible), default=NEVER)
 
@@ -312,12 +311,21 @@ class KVCacheManager:
     def take_cuts(self) -> list[BudgetCut]:
         """Return the cuts since the last call, which the worker makes before the next forward."""
         cuts, self._cuts = self._cuts, []
+        self.cut_blocks.clear()
         return cuts
 
     def num_public(self, request: Request, blocks: int) -> int:
         """Return how many of the first `blocks` blocks others may share once they are computed.
         Blocks after the first cut depend on what was kept, so they cannot be shared."""
         return min(blocks, self.cut_after(request, 0) // self.block_size)
+
+    def before_cuts(self, request: Request, num_tokens: int) -> int:
+        """Return how many of the first `num_tokens` tokens can be stored for later: all, or whole
+        blocks of those that no cut has moved."""
+        reusable = self.reusable(request.num_prompt_tokens)
+        return (
+            num_tokens if num_tokens <= reusable else reusable // self.block_size * self.block_size
+        )
 
     def _due(self, request: Request) -> list[int]:
         """Return the groups that drop tokens before the next one."""
@@ -340,6 +348,7 @@ class KVCacheManager:
             later = ids[where.stop :]  # places for future tokens
             ids[:] = [NULL_BLOCK] * where.start + new + later
         self.pool.release(released)
+        self.cut_blocks += released
         request.num_cut_tokens = end
         request.next_cut = self.cut_after(request, end + 1)
 
@@ -390,7 +399,7 @@ class KVCacheManager:
         """Extend a match by the partly filled block that the request had when it was preempted, if
         that was loaded, or by that of the request which it continues."""
         tokens = request.num_kept_tokens
-        if not match.num_tokens < tokens <= request.num_cacheable_tokens:
+        if not match.num_tokens < tokens <= self.num_cacheable(request):
             return match
         length, rest = divmod(tokens, self.block_size)
         tables = match.block_ids

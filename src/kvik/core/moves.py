@@ -191,7 +191,7 @@ class Moves:
             match: its prefix in the KV cache.
             rate: prompt tokens per second, as measured.
             fits: whether the free blocks suffice to start it.
-            copied: blocks that the plan copies, which may be free already.
+            copied: blocks that the plan copies, also by cuts, which may be free already.
             copied_rows: rows of states that it copies from or to.
         """
         if not fits or self._tries.get(request.key, 0) >= MAX_TRIES:
@@ -255,7 +255,9 @@ class Moves:
 
     def preempt(self, request: Request) -> None:
         """Store the blocks of a preempted request, including a partly filled last one."""
-        kv, written = self.kv, min(request.num_written_tokens, len(request.token_ids))
+        kv = self.kv
+        known = min(request.num_written_tokens, len(request.token_ids))
+        written = kv.before_cuts(request, known)
         full, rest = divmod(written, kv.block_size)
         request.num_kept_tokens = written
         hashes = request.block_hashes[:full]
@@ -284,7 +286,8 @@ class Moves:
         if kv.checkpoints is not None and stored:
             keys += self._state_keys(kv.prefix_key(request, written))
         self.index.use(keys)
-        self.counters.swapped_out += stored and all(map(self._is_kept, keys))
+        complete = stored and written == known
+        self.counters.swapped_out += complete and all(map(self._is_kept, keys))
 
     def keep_state(self, request: Request) -> None:
         """Store the newest state at a block border of a running request that ends."""
@@ -328,6 +331,7 @@ class Moves:
         where that engine gets them; None: nothing can be lent."""
         if self.address is None or MEMORY not in self.index.tiers:
             return None
+        tokens = self.kv.before_cuts(request, tokens)
         if self.kv.checkpoints is not None:
             tokens = self._state_end(request, tokens)
         full, rest = divmod(tokens, self.kv.block_size)
@@ -554,7 +558,7 @@ class Moves:
         """Return how many tokens of a request, from the start, have blocks in the cache or in
         tiers, whether or not there is a state."""
         kv = self.kv
-        usable = min(request.num_cacheable_tokens // kv.block_size, len(request.block_hashes))
+        usable = min(kv.num_cacheable(request) // kv.block_size, len(request.block_hashes))
         hashes = request.block_hashes[:usable]
         return kv.block_size * kv.usable_length(
             hashes, usable, lambda key: kv.pool.lookup(key) is not None or self._is_kept(key)
@@ -564,7 +568,7 @@ class Moves:
         """Return the longest prefix of a waiting request in the cache and tiers; None: it is not
         longer than the match."""
         kv, size = self.kv, self.kv.block_size
-        usable = min(request.num_cacheable_tokens // size, len(request.block_hashes))
+        usable = min(kv.num_cacheable(request) // size, len(request.block_hashes))
         hashes = request.block_hashes[:usable]
         lookup, where, at_peer = kv.pool.lookup, self.index.where, self._at_peer(request)
 
@@ -591,7 +595,7 @@ class Moves:
         swapped = request.num_kept_tokens
         full = swapped // size
         reached = full <= num_blocks if kv.checkpoints is not None else full == length
-        if reached and tokens < swapped <= request.num_cacheable_tokens and swapped % size:
+        if reached and tokens < swapped <= kv.num_cacheable(request) and swapped % size:
             partial = partial_hash(request, full, swapped, size)
             rest = [(group, partial) for group in range(len(kv.groups))]
             part = kv.usable_length(hashes[:full], full, is_there) == full

@@ -602,7 +602,7 @@ class Scheduler:
         needed = self.kv.demand(match, len(request.token_ids), self.config.max_num_batched_tokens)
         fits = not self.running or needed <= self.kv.pool.num_free
         rate = self.clock.prefill_tokens_per_second
-        copied = [source for source, _ in step.plan.block_copies]
+        copied = [*(source for source, _ in step.plan.block_copies), *self.kv.cut_blocks]
         rows = self._copied_rows()
         return self.moves.waits(
             request, match, rate, now, fits=fits, copied=copied, copied_rows=rows
