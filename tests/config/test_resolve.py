@@ -442,10 +442,10 @@ LATENT = {"architectures": ["DeepseekV3ForCausalLM"], "first_k_dense_replace": 3
 DEEPSEEK = ModelSpec.from_config(PUBLIC["llama-2-7b"] | LATENT)
 GEMMA = ModelSpec.from_config(PUBLIC["Gemma-3-1B"])
 FIRST, SECOND = TINY.layers
-MIXED, TEMPERED, SCALED, NORMED = (
+NARROWED, TEMPERED, SCALED, NORMED = (
     replace(TINY, layers=layers)
     for layers in (
-        (FIRST, replace(SECOND, rope=replace(FIRST.rope, theta=1e4))),
+        tuple(replace(layer, window=Window(24)) for layer in TINY.layers),
         (replace(FIRST, rope=replace(FIRST.rope, query_beta=0.1)),) * 2,
         (FIRST, replace(SECOND, query_scale=QueryScale(8192, 0.1))),
         (replace(FIRST, rope=replace(FIRST.rope, then_normed=True)),) * 2,
@@ -478,10 +478,8 @@ OMIT = "must be left out: .*"
         ),
         (SMALL, PC, {"enable_prefix_caching": False, **TIER}, f"kv_tiers: {OMIT}enable_prefix_"),
         (DEEPSEEK, PC, WINDOW, f"window: {OMIT} latent vectors"),
-        (STATES, PC, WINDOW, f"window: {OMIT} keep states"),
-        (GEMMA, PC, WINDOW, f"window: {OMIT} windows of its own"),
+        (NARROWED, PC, WINDOW, f"window: {OMIT} all keys"),
         (LEARNED, PC, WINDOW, f"window: {OMIT} learned positions"),
-        (MIXED, PC, WINDOW, f"window: {OMIT} turns layers"),
         (TEMPERED, PC, WINDOW, f"window: {OMIT} scales queries"),
         (SCALED, PC, WINDOW, f"window: {OMIT} scales queries"),
         (NORMED, PC, WINDOW, f"window: {OMIT} normalises heads"),
@@ -516,6 +514,15 @@ def test_texts_beyond_a_window_only_take_blocks_of_the_window() -> None:
     assert {w.sinks for w in plain.model.windows if w} == {0}
 
 
+def test_a_window_is_for_layers_that_see_all_keys() -> None:
+    for spec in (GEMMA, STATES):
+        large = replace(PC, memory_limit=64 * GIB)
+        streamed = plan(spec, large, window=240, attention_sinks=4).model.layers
+        for before, after in zip(spec.layers, streamed, strict=True):
+            full = before.attends and before.window is None
+            assert after.window == (Window(240, sinks=4) if full else before.window)
+
+
 def test_sinks_are_for_triton_and_not_for_a_draft_model() -> None:
     gpu = plan(SMALL, replace(SERVER, triton=True), window=1024, attention_sinks=4)
     assert (gpu.runner.kernels, gpu.runner.attention_backend) == ("triton", "triton")
@@ -548,9 +555,8 @@ def test_budgets_are_for_gpus_too_and_not_for_every_model() -> None:
     found = resolve(EngineConfig(), TINY, gpu, "/models/x", budgets=budgets(64, 64))
     assert found.runner.attention_backend == "triton"
     assert [g.spec.budget and g.spec.budget.tokens for g in found.cache.groups] == [64]
-    windowed = replace(TINY, layers=tuple(replace(y, window=Window(24)) for y in TINY.layers))
     with pytest.raises(ConfigError, match="kv_budget: must be left out: .* all keys"):
-        resolve(EngineConfig(), windowed, PC, "/models/x", budgets=budgets(64, 64))
+        resolve(EngineConfig(), NARROWED, PC, "/models/x", budgets=budgets(64, 64))
 
 
 def test_a_server_may_use_its_cpu() -> None:

@@ -4,6 +4,7 @@ values."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -15,10 +16,13 @@ from helpers.matrix import (
     COLUMNS,
     FORMATS,
     SERVED,
+    STAGES,
+    TWO,
     Column,
     by_tier,
     checked_bits,
     checked_tokens,
+    make_model,
     named,
     reference_outputs,
     reference_tokens,
@@ -27,7 +31,8 @@ from helpers.optional_native import needs_native
 
 from kvik.engine.output import RequestOutput
 
-MODEL: dict[str, object] = {"model": "", "window": 36, "attention_sinks": 3}
+WINDOW = {"window": 36, "attention_sinks": 3}
+MODEL: dict[str, object] = {"model": "", **WINDOW}
 NAMES = (
     *("batch", "torch", "reference attention", "sdpa", "chunks of 5", "chunks of 33"),
     *("prefix hits", "prefix hits, chunks", "no prefix cache", "preemption", "preemption, chunks"),
@@ -87,6 +92,46 @@ def test_native_logprobs_have_the_same_bits_with_drafts(column, method, caplog):
     found = checked_bits(roomy(column), MODEL, "bfloat16", alone("bfloat16"), **options)
     assert not caplog.records
     assert sum(output.num_drafted_tokens for output in found)
+
+
+# Beside layers with that window they have others, with windows of their own or with states.
+OTHERS = ("windowed", "capped", "gpt-oss", "narrow", "states", "spaces", "beside")
+OF_OTHERS = [c for c in EVERY if c.name in ("torch", "prefix hits, chunks", "disk tier")]
+OF_OTHERS += [c for c in EVERY if c.name in ("siblings, preemption", ALL_OF_IT.name)]
+OF_OTHERS += [Column("tp2", TWO), Column("pp2", STAGES)]
+LEFT_OUT = ("windowed", "pp2")  # it reads vectors of tokens in every layer
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> Callable[[str], tuple[dict[str, object], list[RequestOutput]]]:
+    """Return a model with the window, and its outputs with logprobs of one request at a time."""
+
+    def make(name: str) -> tuple[dict[str, object], list[RequestOutput]]:
+        made = {**make_model(name, tmp_path_factory.mktemp("model")), **WINDOW}
+        return made, reference_outputs({**made, "dtype": "bfloat16"})
+
+    return cache(make)
+
+
+@needs_native
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "column",
+    [
+        pytest.param(c, marks=() if c.name == "prefix hits, chunks" else pytest.mark.full)
+        for c in OF_OTHERS
+    ],
+    ids=named,
+)
+def test_other_layers_beside_them(other, name, column):
+    if (name, column.name) == LEFT_OUT:
+        return
+    made, alone = other(name)
+    if not column.native:
+        checked_tokens(column, made, reference_tokens(made))
+        return
+    checked_bits(column, made, "bfloat16", alone)
 
 
 def roomy(column: Column) -> Column:

@@ -31,6 +31,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": HEADS,
     "Qwen3": HEADS,  # normalised heads
     "SmolLM3": {**HEADS, "no_rope_layer_interval": 2},  # the second layer does not rotate
+    "Gemma3": {  # the first layer has a window of its own, and another rotation
+        **HEADS,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
     "yarn": {
         **HEADS,
         "rope_parameters": {
@@ -53,6 +62,10 @@ def in_cache_logits(model: Any, ids: list[int], sinks: int, window: int) -> Tens
         x = decoder.embed_tokens(torch.tensor([[token]]))
         for layer, kept in zip(decoder.layers, cache, strict=True):
             attention, residual = layer.self_attn, x
+            gemma = hasattr(layer, "pre_feedforward_layernorm")
+            kind = attention.layer_type if gemma else ""
+            most = attention.sliding_window if kind == "sliding_attention" else sinks + window
+            first = 0 if kind == "sliding_attention" else sinks
             x = layer.input_layernorm(x)
             q, k, v = (
                 project(x).view(1, -1, dim)
@@ -60,23 +73,29 @@ def in_cache_logits(model: Any, ids: list[int], sinks: int, window: int) -> Tens
             )
             if hasattr(attention, "q_norm"):
                 q, k = attention.q_norm(q), attention.k_norm(k)
-            if len(kept) == sinks + window:
-                del kept[sinks]
+            if len(kept) == most:
+                del kept[first]
             kept.append((k, v))
             keys = torch.cat([key for key, _ in kept]).transpose(0, 1)[None]  # [1, heads, n, dim]
             values = torch.cat([value for _, value in kept]).transpose(0, 1)[None]
             queries = q.transpose(0, 1)[None]
             if getattr(attention, "use_rope", True):
                 places = torch.arange(len(kept))[None]
-                cos, sin = decoder.rotary_emb(x, places)
+                cos, sin = decoder.rotary_emb(x, places, *([kind] if kind else []))
                 _, keys = apply_rotary_pos_emb(keys, keys, cos, sin)
                 queries, _ = apply_rotary_pos_emb(queries, queries, cos[:, -1:], sin[:, -1:])
             group = queries.shape[1] // keys.shape[1]
             keys, values = (t.repeat_interleave(group, 1) for t in (keys, values))
             weights = (queries @ keys.transpose(2, 3) * attention.scaling).softmax(-1)
             heads = (weights @ values).transpose(1, 2).reshape(1, 1, -1)
-            x = residual + attention.o_proj(heads)
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            x = attention.o_proj(heads)
+            if kind:  # norms before and after
+                x = residual + layer.post_attention_layernorm(x)
+                fed = layer.mlp(layer.pre_feedforward_layernorm(x))
+                x = x + layer.post_feedforward_layernorm(fed)
+            else:
+                x = residual + x
+                x = x + layer.mlp(layer.post_attention_layernorm(x))
         rows.append(model.lm_head(decoder.norm(x))[0, 0])
     return torch.stack(rows)
 
@@ -135,8 +154,10 @@ def test_without_sinks_or_rotation_logits_differ(case) -> None:
     torch.testing.assert_close(found[:WINDOW], expected[:WINDOW], rtol=1e-4, atol=1e-4)
     assert (found[-1] - expected[-1]).abs().max() > 1e-2
     model = streamed(folder, "reference")
-    for layer in model.model.layers:
-        layer.attention.attend = replace(layer.attention.attend, sink_rope=None)
+    attends = [layer.attention for layer in model.model.layers]
+    assert any(attention.attend.sink_rope for attention in attends)
+    for attention in attends:
+        attention.attend = replace(attention.attend, sink_rope=None)
     assert (model.logits(ids)[-1] - expected[-1]).abs().max() > 1e-3
 
 

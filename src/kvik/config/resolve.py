@@ -31,7 +31,7 @@ from kvik.config.fit import (
     with_drafter,
 )
 from kvik.config.hardware import Hardware
-from kvik.config.kv_budget import KVBudgets, check_model
+from kvik.config.kv_budget import KVBudgets, check_model, full_layers
 from kvik.config.memory import Footprint, Limit, StepSize
 from kvik.config.parallel import (
     check_group,
@@ -386,17 +386,16 @@ def as_stored(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
 
 
 def as_streamed(config: EngineConfig, spec: ModelSpec, notes: Notes) -> ModelSpec:
-    """Return the model with the requested window in every layer. Raises ConfigError if the model
-    does not support it."""
+    """Return the model with the requested window in the layers whose queries see all keys. Raises
+    ConfigError if the model does not support it."""
     if config.window is None:
         return spec
     name = spec.architecture
+    full = full_layers(spec)
     for wrong, reason in (
         (spec.latent is not None, "attends over latent vectors"),
-        (bool(spec.states), "has layers that keep states"),
-        (any(spec.windows), "has windows of its own"),
-        (not spec.ropes, "has learned positions, which end"),
-        (len(spec.rotations) > 1, "turns layers in several ways"),
+        (not full, "has no layers that see all keys"),
+        (not spec.ropes and not spec.states, "has learned positions, which end"),
         (any(rope.query_beta for rope in spec.ropes), "scales queries by their positions"),
         (any(rope.then_normed for rope in spec.ropes), "normalises heads after turning them"),
         (bool(spec.query_scales), "scales queries by their positions"),
@@ -415,8 +414,12 @@ def as_streamed(config: EngineConfig, spec: ModelSpec, notes: Notes) -> ModelSpe
     notes.add("attention_sinks", window.sinks, reason)
     ropes = {rope: replace(rope, most_keys=window.max_keys) for rope in spec.ropes}
     layers = (
-        replace(layer, window=window, rope=layer.rope and ropes[layer.rope])
-        for layer in spec.layers
+        replace(
+            layer,
+            window=window if i in full else layer.window,
+            rope=layer.rope and ropes[layer.rope],
+        )
+        for i, layer in enumerate(spec.layers)
     )
     return replace(spec, layers=tuple(layers))
 

@@ -183,7 +183,7 @@ class Builder(LayerBuilder):
         self._stage = stage
         self.declared = Declarations(device)
         self._groups = groups
-        self._ropes: list[Rope] = []  # in order of the calls of `rope`
+        self._ropes: dict[tuple[RopeSpec, int], Rope] = {}
         self._group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
         self._q_ropes: dict[tuple[RopeSpec, int], Rope] = {}  # shared by layers
         self._query_scales: dict[QueryScale, Tensor] = {}  # tables shared by layers
@@ -797,8 +797,9 @@ class Builder(LayerBuilder):
         return scaled
 
     def rope(self, spec: RopeSpec, head_dim: int) -> Rope:
-        self._ropes.append(Rope(self.ops, spec, head_dim, self.max_model_len, self.device))
-        return self._ropes[-1]
+        rope = Rope(self.ops, spec, head_dim, self.max_model_len, self.device)
+        self._ropes[spec, head_dim] = rope
+        return rope
 
     def attention(
         self,
@@ -822,7 +823,7 @@ class Builder(LayerBuilder):
                 none.
             softcap: as in `AttentionSpec`.
             sinks: number of heads with a learned sink; 0: none.
-            rope: rotation of q and k, if it scales queries or precedes the norms; else unused.
+            rope: rotation of q and k; None: none.
             kv_from, bidirectional, value_dim: as in `LayerSpec`.
             sink_name: of the sinks.
 
@@ -859,8 +860,9 @@ class Builder(LayerBuilder):
         window = self._groups[group].spec.window
         if self._groups[group].budgeted:
             self.budgeted[layer] = spec
-        # If windows have sinks, all layers share one rotation.
-        sink_rope = self._ropes[0] if window is not None and window.sinks else None
+        sink_rope = None
+        if window is not None and window.sinks and rope is not None:
+            sink_rope = self._ropes[rope, head_dim]
         return Attention(self.backend, position, group, spec, q_rope, sink_rope)
 
     def latent_attention(
