@@ -75,6 +75,15 @@ def test_a_full_replica_gets_no_prompts_that_others_compute_soon():
     assert made.choose(prompt, 20 * PIECE, 0.0).replica == 1
 
 
+def test_a_full_report_says_how_full_the_replica_is():
+    made, prompt = router(2), chain(*range(20))
+    holds(made, 0, *prompt[:10], kv=1.0)
+    holds(made, 1)
+    assert send(made, "a", prompt, avoid=[1]) == 0
+    made.ended("a", 0.0)
+    assert made.choose(prompt, 20 * PIECE, 0.0).replica == 1
+
+
 def test_only_present_replicas_are_chosen():
     made, prompt = router(3), chain(1, 2, 3)
     holds(made, 1, *prompt)

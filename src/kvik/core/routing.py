@@ -137,19 +137,16 @@ class ReplicaRouter:
             False if an earlier one is missing: then a full report is needed, and until it comes
             only prompts sent from now on are expected in the cache.
         """
-        state = self._replicas[replica]
+        state, changes = self._replicas[replica], report.changes
+        complete = changes is None or changes.cleared or changes.number == state.number + 1
+        if changes is not None and (changes.cleared or not complete):
+            self.forget(replica)
         state.kv_usage = report.kv_usage
         state.told_rate = report.prefill_rate or state.told_rate
-        self._weigh(state)
         state.reports = True
-        changes = report.changes
-        if changes is None:
-            return True
-        if changes.cleared:
-            self.forget(replica)
-        elif state.number < 0 or changes.number != state.number + 1:
-            self.forget(replica)
-            return False
+        self._weigh(state)
+        if changes is None or not complete:
+            return complete
         state.number = changes.number
         bit, holders, holds, expected = 1 << replica, self._holders, state.holds, state.expected
         for piece in changes.stored:
