@@ -422,6 +422,27 @@ def test_service_by_other_engines_counts(credited: bool):
     assert (ends.index(second.key) < ends.index(other.key)) == credited
 
 
+def test_a_request_that_another_engine_began_earns_no_credit():
+    """Its tenant is new here, although the request has its first token already."""
+    sim = Simulation(WIDE)
+    keep_asking(sim, 200, {"a": (60, 10)})
+    moved = replace(
+        next(iter(sim.requests.values())),
+        request_id="moved",
+        tenant="b",
+        token_ids=[1] * 61,
+        first_token=sim.now,
+        status=RequestStatus.WAITING,
+        num_charged_tokens=0,
+    )
+    sim.requests[moved.key], sim.outputs[moved.key] = moved, [1]
+    before = served(sim, "a")
+    sim.scheduler.add(moved, sim.now)
+    keep_asking(sim, 100, {"a": (60, 10), "b": (60, 10)})
+    assert moved.finished
+    assert served(sim, "b") < 1.1 * (served(sim, "a") - before)
+
+
 def test_service_by_other_engines_counts_once():
     sim = Simulation(Setup())
     assert sim.scheduler.shares.take_service(sim.scheduler.running) == {}

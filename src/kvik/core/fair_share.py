@@ -88,7 +88,7 @@ class FairShare:
         self.num_active += account.num_requests == 1
         if not self.contended:
             account.served = max(account.served, self.virtual_time)
-        elif tenant not in waiting and request.first_token is None:
+        elif tenant not in waiting and not request.continues_beam:
             self._come_back(request, account, waiting, running)
 
     def start(self, request: Request) -> None:
@@ -138,7 +138,7 @@ class FairShare:
         account.served = max(account.served, self.virtual_time)
         self._num_lifts += 1
         account.since = self._num_lifts
-        if account.served == self.virtual_time:
+        if account.served == self.virtual_time and request.first_token is None:
             self.newcomers[request] = None
         for tenant in [t for t, a in accounts.items() if not a.num_requests]:
             if accounts[tenant].served <= self.virtual_time:

@@ -159,9 +159,8 @@ def rejoins(request: Request) -> bool:
     """Return whether a waiting request belongs to the running batch."""
     leader = request.leader
     sibling = leader is not None and leader.status is RequestStatus.RUNNING
-    continues = request.is_beam and request.num_output_tokens > 0
     preempted = request.status is RequestStatus.PREEMPTED
-    return sibling or request.awaits_prefix or preempted or continues
+    return sibling or request.awaits_prefix or preempted or request.continues_beam
 
 
 def _first_batch(waiting: Sequence[Request], batch_size: int, max_tokens: int) -> list[Request]:

@@ -306,6 +306,11 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def continues_beam(self) -> bool:
+        """Whether it computes the next token of a search that has begun."""
+        return self.is_beam and self.num_output_tokens > 0
+
+    @property
     def num_cacheable_tokens(self) -> int:
         """Known tokens that may come from the prefix cache. The last one is always computed, since
         its logits are needed, and so are tokens that predict a prompt token to be scored."""
