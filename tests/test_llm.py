@@ -29,6 +29,7 @@ from kvik import (
 )
 from kvik.config.config import EngineConfig
 from kvik.config.hardware import detect
+from kvik.core.structured import Regex
 from kvik.launch import load_tokenizer, resolve_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -84,6 +85,9 @@ def test_a_batch_longer_than_the_queue_in_tokens():
         assert [output.num_output_tokens for output in outputs] == [8] * 11
         (several,) = llm.generate([[7] * 12], GREEDY.with_changes(n=3))
         assert len(several.outputs) == 3
+        texts = [Regex(f"[a-z ]{{{i},90}}") for i in range(8)]  # their grammars take a moment
+        params = [GREEDY.with_changes(structured=text) for text in texts]
+        assert len(llm.generate([[7] * 12] * 8, params)) == 8
 
 
 def test_streamed_text_is_the_text(llm):

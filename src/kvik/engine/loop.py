@@ -195,11 +195,17 @@ class EngineLoop:
         if request.request_id in self._building:
             raise ParamError("request_id", f"{request.request_id!r} is already being served")
         self.core.check(request)
-        building = sum(other.params.n for other, _ in self._building.values())
-        tokens = request.params.n * len(request.prompt_token_ids)
-        self.core.scheduler.waiting.check_capacity(request.params.n + building, tokens)
+        count, tokens = self.num_building()
+        tokens += request.params.n * len(request.prompt_token_ids)
+        self.core.scheduler.waiting.check_capacity(request.params.n + count, tokens)
         self._building[request.request_id] = (request, self.executor.build_grammar(constraint))
         self._take_built()
+
+    def num_building(self) -> tuple[int, int]:
+        """Return how many outputs wait for their grammars, and the tokens of their prompts."""
+        requests = [request for request, _ in self._building.values()]
+        tokens = sum(request.params.n * len(request.prompt_token_ids) for request in requests)
+        return sum(request.params.n for request in requests), tokens
 
     def _take_built(self) -> None:
         """Add requests whose grammars are built to the core, and end those past their deadline."""

@@ -277,11 +277,13 @@ class EngineThread:
     def _has_room(self, request: EngineRequest) -> bool:
         """Return whether the queue has room now: long batches must stay within its limits."""
         waiting, n = self._loop.core.scheduler.waiting, request.params.n
-        if not len(waiting):
+        count, tokens = self._loop.num_building()
+        count += len(waiting)
+        if not count:
             return True  # it is refused later if it can never fit
-        if len(waiting) + n > min(LOOKAHEAD, self._limits.max_queued_requests):
+        if count + n > min(LOOKAHEAD, self._limits.max_queued_requests):
             return False
-        tokens = waiting.num_tokens + n * len(request.prompt_token_ids)
+        tokens += waiting.num_tokens + n * len(request.prompt_token_ids)
         return tokens <= self._limits.max_queued_tokens
 
     def _begin(self, call: Call) -> None:
