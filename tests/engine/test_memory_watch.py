@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvik.config.units import MIB
 from kvik.core import invariants
+from kvik.core.config import TierSizes
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest
+from kvik.engine.core import EngineCore
 from kvik.engine.loop import EngineLoop, LoopObserver
 from kvik.engine.memory_watch import LOW, MemoryReading, MemoryWatch
 
@@ -60,13 +63,14 @@ class Given(LoopObserver):
 class Pressed:
     """An engine without a model on a system with `left` bytes of memory."""
 
-    def __init__(self, rig: Callable[..., Any], depth: int = 1) -> None:
+    def __init__(self, rig: Callable[..., Any], depth: int = 1, **cache: object) -> None:
         made = rig(depth)
         self.left, self.blocks, self.observer = ENOUGH, list[int](), Given()
         made.executor.give_back = self.give_back
         watch = MemoryWatch(ENOUGH, lambda: MemoryReading(0.0, self.left))
-        self.clock, self.core = made.clock, made.core
-        self.loop = EngineLoop(made.core, made.executor, made.clock, [self.observer], watch)
+        self.clock, self.executor, config = made.clock, made.executor, made.core.config
+        self.core = EngineCore(replace(config, cache=replace(config.cache, **cache)))
+        self.loop = EngineLoop(self.core, made.executor, made.clock, [self.observer], watch)
 
     def give_back(self, blocks: Sequence[int]) -> int:
         running = self.core.scheduler.running
@@ -117,3 +121,21 @@ def test_blocks_of_requests_stay(rig: Callable[..., Any]) -> None:
         finished += sum(delta.finish_reason is not None for delta in pressed.loop.step())
         invariants.check(pressed.core.scheduler)
     assert finished == 2 and pressed.blocks
+
+
+def test_blocks_to_be_stored_stay(rig: Callable[..., Any]) -> None:
+    """A request that is handed over has left its blocks, and the next plan stores them."""
+    tiers = TierSizes((64,), memory=16)
+    pressed = Pressed(rig, tiers=tiers)
+    pressed.loop.add(EngineRequest("a", [2] * 21, SamplingParams(max_tokens=30)))
+    for _ in range(3):
+        pressed.loop.step()
+    pressed.left = 0
+    pressed.clock.now += 1.0
+    pressed.loop.hand_over("a")
+    pressed.loop.step()
+    stored = {store.block for plan in pressed.executor.plans[-1:] for store in plan.stores}
+    assert stored and not stored & set(pressed.blocks)
+    pressed.clock.now += 1.0
+    pressed.loop.look_at_memory()
+    assert stored <= set(pressed.blocks)

@@ -382,6 +382,11 @@ class Moves:
         return bool(pages or checkpoints or lent)
 
     @property
+    def reads_blocks(self) -> bool:
+        """Whether the next plan stores blocks that requests have left."""
+        return bool(self._stores)
+
+    @property
     def under_way(self) -> bool:
         """Whether results of moves are outstanding."""
         finds = self._scanning or (self.index.sizes.lends and self.address is None)

@@ -361,8 +361,10 @@ class EngineLoop:
         Returns:
             Seconds until this should be called again; None: after the next step.
         """
-        pool = self.core.scheduler.kv.pool
+        pool, moves = self.core.scheduler.kv.pool, self.core.scheduler.moves
         if self._memory is None or self._in_flight or pool.num_unused == 0:
+            return None
+        if moves is not None and moves.reads_blocks:
             return None
         now = self.clock()
         share, reason = self._memory.share_to_give_back(now)
@@ -381,7 +383,7 @@ class EngineLoop:
         Listing that takes longer continues while requests are served."""
         until = self.clock() + FIND_SECONDS
         while self.core.scheduler.has_moves and self.clock() < until:
-            self._unreturned += self.step()
+            self.step()
 
     def idle_step(self) -> bool:
         """If there is no work, let the executor prepare for later steps for a moment. Returns
