@@ -20,7 +20,8 @@ import torch
 from helpers import matrix
 from helpers.page_moves import Disk, key, plan
 
-from kvik.core.plan import NOWHERE, PageLease, PageLoad, PageStore
+from kvik.core.plan import AT_PEER, NOWHERE, PageLease, PageLoad, PageStore
+from kvik.core.types import PageSource
 from kvik.errors import ConfigError
 from kvik.nn.kv_formats import KVCache, allocate_kv
 from kvik.nn.pages import DevicePages, DeviceStatePages, GroupPages, PagePart
@@ -160,6 +161,23 @@ def test_a_page_is_loaded_while_its_store_has_not_ended(
         moved = mover.wait(1)
     assert moved.loaded == [(7, [])]
     assert np.array_equal(content(cache, 9), expected)
+
+
+class BrokenPeers:
+    def fetch(self, *request: object) -> Iterator[np.ndarray | None]:
+        raise UnicodeError("label too long")
+
+    def close(self) -> None: ...
+
+
+def test_a_load_ends_if_nothing_can_be_fetched_from_its_source(cache: KVCache) -> None:
+    tiers = TierParts(4, peers=BrokenPeers())
+    mover = mover_on_a_stream([DevicePages(GROUPS[0], cache, SIZE)], tiers)
+    source = PageSource("a" * 70, 1, "lease", SIZE)
+    mover.begin(plan(0, PageLoad(7, [(key(1), 9, AT_PEER)], source)))
+    waits = (mover.wait(0) for _ in range(100))
+    assert next(moved.loaded for moved in waits if moved is not None) == [(7, [0])]
+    mover.close()
 
 
 def test_rates_are_those_of_the_copies(mover: StagedPageMover, cache: KVCache, disk: Disk) -> None:

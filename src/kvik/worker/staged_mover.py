@@ -31,7 +31,7 @@ from kvik.core.plan import (
 )
 from kvik.errors import GroupLost
 from kvik.nn.pages import GroupPages
-from kvik.worker.page_mover import JOB_PAGES, THREADS, Loading, PageMover, TierParts
+from kvik.worker.page_mover import JOB_PAGES, THREADS, Loading, PageMover, TierParts, log
 
 # Bytes of pages in transit to the disk, and as many in transit from it and from other engines. Half
 # of the pages to the disk may wait for copies that are some steps behind
@@ -233,7 +233,7 @@ class StagedPageMover(PageMover):
     def _run(self, loading: Loading, job: list[int], scratch: np.ndarray) -> None:
         """Bring some pages of a load into rows."""
         if loading.load.pages[job[0]][2] == AT_PEER:
-            self._fetch(loading, job)
+            self._fetch(loading, job, scratch)
             return
         pages, staged, failed, seconds = [], [], [], 0.0
         for i in job:
@@ -252,17 +252,17 @@ class StagedPageMover(PageMover):
                 failed.append(i)
         self._all_there(_Fetched(loading, pages, staged, failed, DISK, seconds))
 
-    def _fetch(self, loading: Loading, job: list[int]) -> None:
+    def _fetch(self, loading: Loading, job: list[int], scratch: np.ndarray) -> None:
         """Fetch pages of another engine into rows."""
         load, good = loading.load, dict[int, int]()
-        keys = [load.pages[i][0] for i in job]
         started = time.monotonic()
-        if self._peers is not None and load.source is not None:
-            sizes = [group_pages.num_bytes for group_pages in self._pages]
-            for i, page in zip(job, self._peers.fetch(load.source, keys, sizes), strict=True):
+        try:
+            for i, (_, page) in zip(job, self._read(load, job, scratch), strict=True):
                 if page is not None:
                     good[i] = self._free_row()
                     self._copies.rows[good[i]][: len(page)] = page
+        except Exception:
+            log.exception("pages could not be loaded")
         seconds = time.monotonic() - started
         pages = [(load.pages[i][0][0], load.pages[i][1], row) for i, row in good.items()]
         failed = [i for i in job if i not in good]
