@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -299,6 +300,25 @@ def test_pending_writes_are_bounded(folder: Folder, monkeypatch) -> None:
     taken = [folder.tier.store(key(n), b"", page(n)) for n in range(15)]
     assert taken == [True] * 10 + [False] * 5
     hold.set()
+
+
+def test_pending_pages_are_freed_when_the_tier_is_turned_off(folder: Folder, monkeypatch) -> None:
+    hold = threading.Event()
+
+    def fail(file: int, data: np.ndarray) -> None:
+        hold.wait(20)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(disk_tier, "_write", fail)
+    tracemalloc.start()
+    for number in range(100):
+        assert folder.tier.store(key(number), b"", page(number))
+    hold.set()
+    folder.until(lambda: bool(folder.off))
+    folder.tier.close()
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size < 50 * PAGE
 
 
 def foreign_owner(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

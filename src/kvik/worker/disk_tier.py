@@ -200,6 +200,8 @@ class DiskTier(PageFolder):
                     looked = time.monotonic()
             except OSError as error:
                 self._disable(error)
+        with self._lock:  # a tier that is turned off keeps no pages
+            self._jobs, self._spare = Queue(), {}
 
     def _do(self, key: PageKey, stored: tuple[bytes, np.ndarray] | None) -> None:
         if stored is None:
