@@ -9,6 +9,7 @@ from helpers.simulation import Setup, Simulation
 from helpers.windows import Seen, chunks
 
 from kvik.core.block_pool import BlockPool
+from kvik.core.plan import SchedulerOutput
 from kvik.core.types import Request
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]  # two blocks of four tokens, and two more
@@ -238,9 +239,9 @@ def test_a_state_is_not_stored_before_the_plan_that_copies_it() -> None:
     moves.index.clear()
     prefix = kv.prefix_key(request, 8)
     row = sim.setup.max_num_seqs + kv.checkpoints.index_of(prefix)
-    for copied, stores in (({row}, False), ((), True)):
+    for copies, stores in (([(0, row)], False), ([], True)):
         kv.checkpoints.for_tiers.append(prefix)
-        moves.begin(sim.now, copied)
+        moves.begin(sim.now, SchedulerOutput(9, [], [], [], [], state_copies=copies))
         assert bool(moves._stores) is stores
 
 

@@ -15,7 +15,7 @@ from kvik.core import moves, tier_index
 from kvik.core.block_pool import BlockPool
 from kvik.core.config import TierSizes
 from kvik.core.moves import LOAD_SECONDS, MAX_LOADS
-from kvik.core.plan import DISK, MEMORY, Moved
+from kvik.core.plan import DISK, MEMORY, Moved, SchedulerOutput
 from kvik.core.tier_index import TierIndex
 from kvik.core.types import FinishReason, RequestStatus
 
@@ -243,10 +243,12 @@ def test_no_page_is_loaded_into_a_block_that_the_plan_copies() -> None:
     (request,) = sim.add(PROMPT, 3)
     kv, moves = sim.scheduler.kv, sim.scheduler.moves
     match, free = kv.match(request), kv.pool.num_free
-    copied = range(kv.pool.num_blocks + 1)
-    assert not moves.waits(request, match, None, sim.now, fits=True, copied=copied)
+    plan = SchedulerOutput(9, [], [], [], [])
+    plan.block_copies.extend((block, 0) for block in range(kv.pool.num_blocks + 1))
+    assert not moves.waits(request, match, None, sim.now, plan, fits=True)
     assert kv.pool.num_free == free and not moves.loads
-    assert moves.waits(request, match, None, sim.now, fits=True, copied=())
+    plan.block_copies.clear()
+    assert moves.waits(request, match, None, sim.now, plan, fits=True)
     sim.drain()
     assert request.num_cached_tokens == 32
 

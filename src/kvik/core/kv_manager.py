@@ -234,7 +234,7 @@ class KVCacheManager:
             return
         if self.num_public(request, full + 1) <= full or len(request.block_hashes) < full:
             return
-        key = partial_hash(request, full, request.num_written_tokens, self.block_size)
+        key = self.prefix_key(request, request.num_written_tokens)
         for group, ids in enumerate(request.block_ids):
             if ids[full] != NULL_BLOCK:
                 self.pool.commit(ids[full], (group, key))
@@ -413,7 +413,7 @@ class KVCacheManager:
             tables = self._tables(hashes)
         elif length != match.num_tokens // self.block_size:
             return match
-        key = partial_hash(request, length, tokens, self.block_size)
+        key = self.prefix_key(request, tokens)
         blocks = [self.pool.lookup((group, key)) for group in range(len(self.groups))]
         tables = [
             [*ids, block] for ids, block in zip(tables, blocks, strict=True) if block is not None
@@ -467,11 +467,13 @@ class KVCacheManager:
 
     def prefix_key(self, request: Request, num_tokens: int) -> bytes:
         """Return the hash of the first `num_tokens` tokens of a request, at least one. Those of its
-        full blocks must be known."""
+        full blocks must be known. If the last block is partly filled, no full block has the same
+        hash, since this one covers fewer tokens."""
         full, rest = divmod(num_tokens, self.block_size)
-        if rest:
-            return partial_hash(request, full, num_tokens, self.block_size)
-        return request.block_hashes[full - 1]
+        if not rest:
+            return request.block_hashes[full - 1]
+        parent = request.block_hashes[full - 1] if full else root_hash(request.cache_salt)
+        return block_hash(parent, request.token_ids[full * self.block_size : num_tokens])
 
     def _fork(self, request: Request) -> PrefixMatch | None:
         """Match the prompt of a sibling: it shares its leader's blocks of the prompt, including a
@@ -523,10 +525,3 @@ class KVCacheManager:
         first = max(gone.stop - count, request.num_prompt_tokens // self.block_size)
         for i in range(first, min(gone.stop, len(request.block_hashes) - 1)):
             request.block_hashes[i] = b""
-
-
-def partial_hash(request: Request, full: int, num_tokens: int, block_size: int) -> bytes:
-    """Return the hash of a partly filled block after `full` full ones. No full block has the same
-    hash, since this one covers fewer tokens."""
-    parent = request.block_hashes[full - 1] if full else root_hash(request.cache_salt)
-    return block_hash(parent, request.token_ids[full * block_size : num_tokens])

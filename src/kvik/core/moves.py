@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvik.core.block_pool import NULL_BLOCK, root_hash
-from kvik.core.kv_manager import KVCacheManager, PrefixMatch, partial_hash
+from kvik.core.kv_manager import KVCacheManager, PrefixMatch
 from kvik.core.plan import (
     DISK,
     MEMORY,
@@ -118,7 +118,7 @@ class Moves:
         assert sizes is not None
         self.kv = kv
         self._first_row, self._state_pages = first_row, sizes.state_pages
-        self._copied: Collection[int] = ()  # see `begin`
+        self._copied: Collection[int] = ()  # rows of states that the plan copies from or to
         self.index = TierIndex(sizes)
         self.counters = MoveCounters()
         self.loads: dict[int, Load] = {}  # under way, by ticket
@@ -146,15 +146,11 @@ class Moves:
 
     # -- planning --------------------------------------------------------------------------------
 
-    def begin(self, now: float, copied: Collection[int] = ()) -> None:
+    def begin(self, now: float, plan: SchedulerOutput) -> None:
         """Begin a plan: store blocks and checkpoints confirmed since the last one, and give up
-        loads that take too long.
-
-        Args:
-            copied: rows of states that the plan copies from or to.
-        """
+        loads that take too long."""
         committed, self.kv.committed = self.kv.committed or [], []
-        self._copied = copied
+        self._copied = copied = _copied_rows(plan)
         self._write_backlog()
         for key, parent, block in committed:
             if self._has(block, key, parent):
@@ -180,53 +176,71 @@ class Moves:
         match: PrefixMatch,
         rate: float | None,
         now: float,
+        plan: SchedulerOutput,
         *,
         fits: bool,
-        copied: Iterable[int],
-        copied_rows: Collection[int] = (),
     ) -> bool:
         """Return whether a waiting request has to wait for pages; begins a load if that is best.
 
         Args:
             match: its prefix in the KV cache.
             rate: prompt tokens per second, as measured.
+            plan: is being made. What it copies may be free already, and is not loaded into.
             fits: whether the free blocks suffice to start it.
-            copied: blocks that the plan copies, also by cuts, which may be free already.
-            copied_rows: rows of states that it copies from or to.
         """
         if not fits or self._tries.get(request.key, 0) >= MAX_TRIES:
             return False
         reach = self._reach(request, match)
         if reach is None:
             return False
-        for key, _ in reach.missing:
-            load = self._loading.get(key)
-            if load is not None:
-                self._wait_for(load, request)
-                return True
-        if len(self.loads) >= MAX_LOADS:
+        loads = (self._loading.get(key) for key, _ in reach.missing)
+        load = next((load for load in loads if load is not None), None)
+        if load is None and len(self.loads) < MAX_LOADS:
+            tokens = reach.num_tokens - match.num_tokens
+            if self._pays_off(request, reach, tokens, rate):
+                load = self._begin_load(request, reach, tokens, now, plan)
+        if load is None:
             return False
-        page_bytes = self.index.sizes.page_bytes
+        load.waiting.append((request, request.status))
+        request.status = RequestStatus.LOADING
+        self._tries[request.key] = self._tries.get(request.key, 0) + 1
+        return True
+
+    def _pays_off(
+        self, request: Request, reach: ReachablePrefix, tokens: int, rate: float | None
+    ) -> bool:
+        """Return whether a load is expected to be faster than computing its tokens. If not, the
+        request loads nothing until it starts."""
         sizes: Counter[str] = Counter()
         for (group, _), tier in reach.missing:
-            sizes[tier] += page_bytes[group]
-        tokens = reach.num_tokens - match.num_tokens
+            sizes[tier] += self.index.sizes.page_bytes[group]
         # Pages of another engine were computed for this request, so they are always loaded.
-        if PEER not in sizes and not self.index.is_faster(sizes, tokens, rate):
-            self.counters.compute_choices += 1
-            self._tries[request.key] = MAX_TRIES  # until it starts
-            return False
+        if PEER in sizes or self.index.is_faster(sizes, tokens, rate):
+            return True
+        self.counters.compute_choices += 1
+        self._tries[request.key] = MAX_TRIES
+        return False
+
+    def _begin_load(
+        self,
+        request: Request,
+        reach: ReachablePrefix,
+        tokens: int,
+        now: float,
+        plan: SchedulerOutput,
+    ) -> Load | None:
+        """Load what is missing of a prefix; None: too few blocks are free, or no checkpoint."""
         num_blocks = len(reach.missing) - self._state_pages * (reach.state is not None)
         blocks = self.kv.hold(reach.cached, num_blocks)
         if blocks is None:
-            return False
-        if not set(copied).isdisjoint(blocks):  # the load might come before the copy
+            return None
+        # The load might come before the copy.
+        copied = {*(source for source, _ in plan.block_copies), *self.kv.cut_blocks}
+        usable = copied.isdisjoint(blocks)
+        state = self._reserve(request, reach, _copied_rows(plan)) if usable else None
+        if not usable or (reach.state is not None and state is None):
             self.kv.pool.release([*blocks, *reach.cached])
-            return False
-        state = self._reserve(request, reach, copied_rows)
-        if reach.state is not None and state is None:
-            self.kv.pool.release([*blocks, *reach.cached])
-            return False
+            return None
         if state is not None:
             blocks += self._parts_of(self._first_row + state[1])
         self.counters.load_choices += 1
@@ -237,7 +251,7 @@ class Moves:
             reach.cached,
             tokens,
             now,
-            request.source if PEER in sizes else None,
+            request.source if any(tier == PEER for _, tier in reach.missing) else None,
             state,
         )
         self._num_tickets += 1
@@ -245,8 +259,7 @@ class Moves:
         self._new.append(PageLoad(load.ticket, pages, load.source))
         self.loads[load.ticket] = load
         self._loading.update((key, load) for key, _ in reach.missing)
-        self._wait_for(load, request)
-        return True
+        return load
 
     def num_reachable(self, request: Request, match: PrefixMatch) -> int:
         """Return how many tokens a request need not compute if it loads all it can."""
@@ -277,7 +290,7 @@ class Moves:
                 if ids[i] != NULL_BLOCK and kv.pool.has(ids[i], page) and not self._is_kept(page):
                     self._store(page, parent, ids[i], now=True)
         if rest and stored:
-            key = partial_hash(request, full, written, kv.block_size)
+            key = kv.prefix_key(request, written)
             parent = hashes[-1] if hashes else root_hash(request.cache_salt)
             for group, ids in enumerate(request.block_ids):
                 if ids[full] != NULL_BLOCK:
@@ -344,7 +357,7 @@ class Moves:
         seen = self._visible(hashes, full * self.kv.block_size)
         pages = [(key, parents[key[1]]) for key in seen]
         if rest:
-            key = partial_hash(request, full, tokens, self.kv.block_size)
+            key = self.kv.prefix_key(request, tokens)
             pages += [((group, key), before[-1]) for group in range(len(self.kv.groups))]
         if not pages:
             return None
@@ -467,9 +480,7 @@ class Moves:
 
     def _begin_lease(self, name: str, pages: list[tuple[PageKey, bytes]]) -> None:
         memory = self.index.tiers[MEMORY]
-        in_memory = [
-            pair for pair in pages if pair[0] in memory.pages or pair[0] in memory.under_way
-        ]
+        in_memory = [pair for pair in pages if memory.has(pair[0])]
         if in_memory and name not in self.leases:
             self.leases[name] = [key for key, _ in in_memory]
             places = [(key, parent, self.index.hold(key, MEMORY)) for key, parent in in_memory]
@@ -500,18 +511,13 @@ class Moves:
         full, rest = divmod(tokens, size)
         hashes = request.block_hashes[:full]
         if rest and len(hashes) == full and tokens < len(request.token_ids):
-            hashes = [*hashes, partial_hash(request, full, tokens, size)]
+            hashes = [*hashes, self.kv.prefix_key(request, tokens)]
         known = len(hashes) == -(-tokens // size) > 0
         return {*self._pages(hashes), *(self._state_keys(hashes[-1]) if known else ())}
 
     def _pages(self, hashes: Sequence[bytes]) -> list[PageKey]:
         """Return the pages of all groups for these blocks, as far as their hashes are known."""
         return [(group, key) for key in hashes if key for group in range(len(self.kv.groups))]
-
-    def _wait_for(self, load: Load, request: Request) -> None:
-        load.waiting.append((request, request.status))
-        request.status = RequestStatus.LOADING
-        self._tries[request.key] = self._tries.get(request.key, 0) + 1
 
     def _store(
         self, key: PageKey, parent: bytes, block: int, *, now: bool = False, lasts: bool = True
@@ -545,8 +551,7 @@ class Moves:
             self._backlog_limit = max(MIN_BACKLOG, 2 * len(present))
 
     def _is_kept(self, key: PageKey) -> bool:
-        tiers = self.index.tiers.values()
-        return any(key in tier.pages or key in tier.under_way for tier in tiers)
+        return any(tier.has(key) for tier in self.index.tiers.values())
 
     def _visible(self, hashes: Sequence[bytes], num_tokens: int) -> list[PageKey]:
         """Return the pages of full blocks that a request with `num_tokens` tokens sees."""
@@ -586,9 +591,7 @@ class Moves:
         def has_state(prefix: bytes) -> bool:
             if kv.checkpoints is None or kv.checkpoints.index_of(prefix) is not None:
                 return True
-            return is_stored((len(kv.groups), prefix)) and all(
-                map(is_stored, self._state_keys(prefix))
-            )
+            return all(map(is_stored, self._state_keys(prefix)))
 
         length = num_blocks = kv.usable_length(hashes, usable, is_there)
         while length:
@@ -601,7 +604,7 @@ class Moves:
         full = swapped // size
         reached = full <= num_blocks if kv.checkpoints is not None else full == length
         if reached and tokens < swapped <= kv.num_cacheable(request) and swapped % size:
-            partial = partial_hash(request, full, swapped, size)
+            partial = kv.prefix_key(request, swapped)
             rest = [(group, partial) for group in range(len(kv.groups))]
             part = kv.usable_length(hashes[:full], full, is_there) == full
             if part and all(map(is_there, rest)) and has_state(partial):
@@ -701,11 +704,7 @@ class Moves:
     def _has_state(self, prefix: bytes) -> bool:
         """Return whether the memory tier has a state."""
         memory = self.index.tiers.get(MEMORY)
-
-        def has(key: PageKey) -> bool:
-            return memory is not None and (key in memory.pages or key in memory.under_way)
-
-        return has((len(self.kv.groups), prefix)) and all(map(has, self._state_keys(prefix)))
+        return memory is not None and all(map(memory.has, self._state_keys(prefix)))
 
     def _state_end(self, request: Request, num_tokens: int) -> int:
         """Return the most tokens of a request, up to `num_tokens`, whose state is in a checkpoint
@@ -747,3 +746,8 @@ class Moves:
             checkpoints.add(prefix, index)
         else:
             checkpoints.free(index)
+
+
+def _copied_rows(plan: SchedulerOutput) -> set[int]:
+    """Return the rows of states that a plan copies from or to."""
+    return {row for pair in plan.state_copies for row in pair}

@@ -226,8 +226,6 @@ class Scheduler:
     def schedule(self, now: float) -> SchedulerOutput | None:
         """Plan the next step; None: there is nothing to compute or to move."""
         self._expire(now)
-        if self.moves is not None:
-            self.moves.begin(now, self._copied_rows())
         plan = SchedulerOutput(
             self.counters.steps,
             [],
@@ -238,6 +236,8 @@ class Scheduler:
             state_copies=self._state_copies,
         )
         step = Step(plan, now)
+        if self.moves is not None:
+            self.moves.begin(now, plan)
         reserved = self._make_room(step, now) if self.shares.contended else 0
         budget, prefilling = self._schedule_decodes(step, reserved)
         if budget:
@@ -271,8 +271,8 @@ class Scheduler:
     def _moves_alone(self, step: Step) -> SchedulerOutput | None:
         """Return a plan without rows if there are moves to begin or to wait for."""
         plan, moves = step.plan, self.moves
-        begins = bool(plan.drops or plan.stores or plan.loads or plan.leases or plan.ended_leases)
-        begins = begins or bool(plan.sources or plan.left_sources)
+        pages = plan.drops or plan.stores or plan.loads
+        begins = pages or plan.leases or plan.ended_leases or plan.sources or plan.left_sources
         if moves is None or not (begins or (moves.under_way and not self.in_flight)):
             return None
         step.plan = replace(plan, freed_slots=[], state_copies=[])  # left for a later plan
@@ -295,7 +295,7 @@ class Scheduler:
         running = self.running
         if self.shares.contended:
             running = self.shares.decode_order(running, newcomers_first=reserved > 0)
-        plan, number, block_size = step.plan, step.plan.step, self.kv.block_size
+        number, block_size = step.plan.step, self.kv.block_size
         staged, max_decodes = self.config.stages > 1, self._decodes_at_once()
         prefilling, decoding = list[Request](), list[Request]()
         drafting: list[int] = []  # rows, of those decoding
@@ -322,23 +322,9 @@ class Scheduler:
                 # The position of the next token depends on how many drafts are accepted, and the
                 # first stage of a pipeline needs the token itself.
                 continue
-            if at_cut or computed == len(request.block_ids[0]) * block_size:
-                while (new := self.kv.extend(request, computed + 1)) is None:
-                    if len(running) == 1 and self.in_flight:
-                        break  # results in flight free the blocks that slide out of its windows
-                    step.preempted = True
-                    victim = running[-1]  # of the tenant that uses most, if shares are contended
-                    self._preempt(victim)
-                    if running is not self.running:
-                        running.remove(victim)
-                    if victim is request:
-                        i -= 1
-                        break
-                if new is None:
-                    continue
-                step.extend(request, new)
-                if self.kv.checkpoints is not None:
-                    self._take_checkpoint(request, step)
+            full = at_cut or computed == len(request.block_ids[0]) * block_size
+            if full and not self._extend_decode(request, running, step):
+                continue
             if request.num_draft_tokens:
                 drafting.append(len(decoding))
             budget -= 1
@@ -352,9 +338,34 @@ class Scheduler:
             longest = request.max_length - len(request.token_ids) - 1
             longest = min(longest, request.next_cut - request.num_computed_tokens)
             drafts = min(request.num_draft_tokens, longest, budget)
-            plan.num_draft_tokens[row] = drafts  # requested; `_place_drafts` allocates blocks
+            step.plan.num_draft_tokens[row] = drafts  # `_place_drafts` allocates blocks
             budget -= drafts
         return budget + reserved, prefilling
+
+    def _extend_decode(self, request: Request, running: list[Request], step: Step) -> bool:
+        """Allocate blocks for a request's next token. If too few are free, the last requests lose
+        theirs; the request itself may be the last.
+
+        Args:
+            running: in the order in which decodes get blocks; preempted requests are removed.
+
+        Returns:
+            Whether the request may have a row.
+        """
+        while (new := self.kv.extend(request, request.num_computed_tokens + 1)) is None:
+            if len(running) == 1 and self.in_flight:
+                return False  # results in flight free the blocks that slide out of its windows
+            step.preempted = True
+            victim = running[-1]  # of the tenant that uses most, if shares are contended
+            self._preempt(victim)
+            if running is not self.running:
+                running.remove(victim)
+            if victim is request:
+                return False
+        step.extend(request, new)
+        if self.kv.checkpoints is not None:
+            self._take_checkpoint(request, step)
+        return True
 
     def _decodes_at_once(self) -> int:
         """Return the most decoding rows of a step. In a pipeline they are spread over as many steps
@@ -602,15 +613,7 @@ class Scheduler:
         needed = self.kv.demand(match, len(request.token_ids), self.config.max_num_batched_tokens)
         fits = not self.running or needed <= self.kv.pool.num_free
         rate = self.clock.prefill_tokens_per_second
-        copied = [*(source for source, _ in step.plan.block_copies), *self.kv.cut_blocks]
-        rows = self._copied_rows()
-        return self.moves.waits(
-            request, match, rate, now, fits=fits, copied=copied, copied_rows=rows
-        )
-
-    def _copied_rows(self) -> set[int]:
-        """Return the rows of states that the next plan copies from or to."""
-        return {row for pair in self._state_copies for row in pair}
+        return self.moves.waits(request, match, rate, now, step.plan, fits=fits)
 
     def _must_wait(self, request: Request) -> bool:
         """Return whether a waiting request must wait for a result: it has a row in a step in

@@ -7,18 +7,23 @@ from itertools import islice
 
 HISTORY = 64  # steps kept per size, so that early ones, which may have compiled kernels, drop out
 SAMPLES = 16  # most recent steps per size that a lower bound is the fastest of
-DECAY = 0.95  # weight of a measurement relative to the next newer one in running ratios
+DECAY = 0.95  # of running ratios
 
 
 class RunningRatio:
     """A ratio of two sums, such as tokens per second, to which newer measurements add more."""
 
-    def __init__(self) -> None:
+    def __init__(self, decay: float = DECAY) -> None:
+        """
+        Args:
+            decay: weight of a measurement relative to the next newer one.
+        """
+        self._decay = decay
         self._over = self._under = 0.0
 
     def note(self, over: float, under: float) -> None:
-        self._over = self._over * DECAY + over
-        self._under = self._under * DECAY + under
+        self._over = self._over * self._decay + over
+        self._under = self._under * self._decay + under
 
     @property
     def ratio(self) -> float | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kvik.core.block_pool import ContentLog
 from kvik.core.config import TierSizes
 from kvik.core.plan import AT_PEER, DISK, MEMORY, NOWHERE, PEER, PageKey
+from kvik.core.step_clock import RunningRatio
 
 MARGIN = 1.1  # a load must be expected to be faster than computing by this factor
 DECAY = 0.8  # weight of a load relative to the next newer one in the measured rates
@@ -34,28 +35,19 @@ class TierCounters:
     evicted: int = 0
 
 
-class Rate:
-    """Bytes per second of loads, as measured."""
+class Rate(RunningRatio):
+    """Bytes per second of loads, as measured; the ratio is None before the first."""
 
     def __init__(self) -> None:
-        self._bytes = self._seconds = 0.0
-
-    def note(self, size: int, seconds: float) -> None:
-        self._bytes = self._bytes * DECAY + size
-        self._seconds = self._seconds * DECAY + max(0.0, seconds)
+        super().__init__(DECAY)
 
     def seconds(self, size: int) -> float:
         """Return how long a load takes; 0.0 before the first, so that it is tried."""
-        return size * self._seconds / self._bytes if self._bytes else 0.0
+        return size * self._under / self._over if self._over else 0.0
 
     def forget(self) -> None:
         """Shrink the estimate of how slow it is a little."""
-        self._seconds *= FORGET
-
-    @property
-    def bytes_per_second(self) -> float | None:
-        """None before the first load."""
-        return self._bytes / self._seconds if self._seconds else None
+        self._under *= FORGET
 
 
 class Tier:
@@ -73,10 +65,14 @@ class Tier:
         self.rate = Rate()
         self.log: ContentLog | None = None  # notes which pages can be loaded; None: not needed
 
+    def has(self, key: PageKey) -> bool:
+        """Return whether a page can be loaded, or is being stored."""
+        return key in self.pages or key in self.under_way
+
     def begin(self, key: PageKey, size: int) -> list[PageKey] | None:
         """Reserve room for a page to be stored. Returns the pages evicted for it; None: it is there
         already, or there is no room."""
-        if key in self.pages or key in self.under_way:
+        if self.has(key):
             return None
         gone: list[PageKey] = []
         missing = self.size + size - self.capacity
@@ -108,7 +104,7 @@ class Tier:
 
     def add(self, key: PageKey, size: int) -> None:
         """Add a page that was found in the tier."""
-        if key not in self.pages and key not in self.under_way:
+        if not self.has(key):
             self.pages[key] = size
             self.size += size
             self._note(key, stored=True)
@@ -185,7 +181,7 @@ class TierIndex:
     def lacks(self, key: PageKey) -> bool:
         """Return whether there is a disk tier and it does not have this page."""
         disk = self.tiers.get(DISK)
-        return disk is not None and key not in disk.pages and key not in disk.under_way
+        return disk is not None and not disk.has(key)
 
     @property
     def disk_is_busy(self) -> bool:
@@ -222,11 +218,9 @@ class TierIndex:
         """Return the place of a page that a load reads."""
         if tier == PEER:
             return AT_PEER
-        return (
-            self._read_places.get(key, self._places.get(key, NOWHERE))
-            if tier == MEMORY
-            else NOWHERE
-        )
+        if tier != MEMORY:
+            return NOWHERE
+        return self._read_places.get(key, self._places.get(key, NOWHERE))
 
     def let_go(self, key: PageKey, tier: str) -> None:
         """Note that a load is done with a page."""
@@ -273,7 +267,7 @@ class TierIndex:
         """Remove these pages from all tiers: they must not be loaded any more."""
         disk = self.tiers.get(DISK)
         for key in keys:
-            if disk is not None and (key in disk.pages or key in disk.under_way):
+            if disk is not None and disk.has(key):
                 self.drops.append(key)
             for name in tuple(self.tiers):
                 self.lose(key, name)

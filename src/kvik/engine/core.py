@@ -406,7 +406,7 @@ class EngineCore:
                 pages=len(tier.pages),
                 bytes=tier.size,
                 capacity=tier.capacity,
-                bytes_per_second=tier.rate.bytes_per_second,
+                bytes_per_second=tier.rate.ratio,
                 **asdict(tier.counters),
             )
             for name, tier in moves.index.tiers.items()
