@@ -15,7 +15,7 @@ write, section 4.4).
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvik.core.block_pool import (
@@ -384,14 +384,13 @@ class KVCacheManager:
                 if ids[i] != NULL_BLOCK:
                     yield (group, hashes[i]), parent, ids[i]
 
-    def hold(self, blocks: Iterable[int], count: int) -> list[int] | None:
+    def acquire(self, blocks: Sequence[int], count: int) -> list[int] | None:
         """Acquire blocks, and allocate `count` others. Returns the latter, or None if too few are
         free, in which case nothing changed."""
-        blocks_held = list(blocks)
-        revived = sum(self.pool.ref_counts[block] == 0 for block in blocks_held)
+        revived = sum(self.pool.ref_counts[block] == 0 for block in blocks)
         if revived + count > self.pool.num_free:
             return None
-        for block in blocks_held:
+        for block in blocks:
             self.pool.acquire(block)
         return self._allocate(count)
 

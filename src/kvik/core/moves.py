@@ -231,7 +231,7 @@ class Moves:
     ) -> Load | None:
         """Load what is missing of a prefix; None: too few blocks are free, or no checkpoint."""
         num_blocks = len(reach.missing) - self._state_pages * (reach.state is not None)
-        blocks = self.kv.hold(reach.cached, num_blocks)
+        blocks = self.kv.acquire(reach.cached, num_blocks)
         if blocks is None:
             return None
         # The load might come before the copy.
@@ -255,7 +255,7 @@ class Moves:
             state,
         )
         self._num_tickets += 1
-        pages = [(key, block, self.index.hold(key, tier)) for (key, tier), block in pairs]
+        pages = [(key, block, self.index.acquire(key, tier)) for (key, tier), block in pairs]
         self._new.append(PageLoad(load.ticket, pages, load.source))
         self.loads[load.ticket] = load
         self._loading.update((key, load) for key, _ in reach.missing)
@@ -440,7 +440,7 @@ class Moves:
         self._scanning = self._scanning and not (moved.scanned or moved.off)
         self.address = moved.address or self.address
         for name in moved.returned:
-            self._let_go(name)
+            self._release_lease(name)
         index.find(moved.found)
         for key in moved.lost:
             index.lose(key, DISK)
@@ -483,19 +483,19 @@ class Moves:
         in_memory = [pair for pair in pages if memory.has(pair[0])]
         if in_memory and name not in self.leases:
             self.leases[name] = [key for key, _ in in_memory]
-            places = [(key, parent, self.index.hold(key, MEMORY)) for key, parent in in_memory]
+            places = [(key, parent, self.index.acquire(key, MEMORY)) for key, parent in in_memory]
             self._new_leases.append(PageLease(name, places))
 
     def _end_leases(self, names: Iterable[str]) -> None:
         """End leases with the next plan, before other pages take their places."""
         for name in names:
             self._ended_leases.append(name)
-            self._let_go(name)
+            self._release_lease(name)
             self._new_leases = [lease for lease in self._new_leases if lease.name != name]
 
-    def _let_go(self, name: str) -> None:
+    def _release_lease(self, name: str) -> None:
         for key in self.leases.pop(name, ()):
-            self.index.let_go(key, MEMORY)
+            self.index.release(key, MEMORY)
 
     def _leave_source(self, request: Request) -> None:
         """Note that a request needs no pages of another engine (any more)."""
@@ -631,7 +631,7 @@ class Moves:
         """Publish the blocks of a finished load, and resume the requests that wait for it."""
         for i, (key, block, tier) in enumerate(load.pages):
             del self._loading[key]
-            self.index.let_go(key, tier)
+            self.index.release(key, tier)
             counters = self.index.tiers[tier].counters if tier in self.index.tiers else None
             if i in failed:
                 if counters is not None:

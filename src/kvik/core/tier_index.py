@@ -207,8 +207,8 @@ class TierIndex:
         self.drops += gone or ()
         return gone is not None
 
-    def hold(self, key: PageKey, tier: str) -> int:
-        """Keep a page that a load reads until `let_go`. Returns its place."""
+    def acquire(self, key: PageKey, tier: str) -> int:
+        """Keep a page that a load reads until `release`. Returns its place."""
         self.tiers[tier].busy[key] += 1
         if tier == PEER:
             return AT_PEER
@@ -222,7 +222,7 @@ class TierIndex:
             return NOWHERE
         return self._read_places.get(key, self._places.get(key, NOWHERE))
 
-    def let_go(self, key: PageKey, tier: str) -> None:
+    def release(self, key: PageKey, tier: str) -> None:
         """Note that a load is done with a page."""
         if tier not in self.tiers:
             return  # it has been turned off
