@@ -25,8 +25,7 @@ from kvik.worker.adaptive import DraftControl, StepFigures
 from kvik.worker.drafters import registry
 from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
 from kvik.worker.drafters.draft_model import DraftModel
-from kvik.worker.drafters.ngram import NgramDrafter
-from kvik.worker.drafters.suffix import SuffixDrafter
+from kvik.worker.drafters.lookup import NgramDrafter, SuffixDrafter
 from kvik.worker.graphs import Graph, StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.rejection import Chains

@@ -49,7 +49,7 @@ from kvik.worker.drafters.draft_model import (
     DraftSampling,
     Vocabulary,
 )
-from kvik.worker.drafters.ngram import NgramDrafter
+from kvik.worker.drafters.lookup import NgramDrafter
 from kvik.worker.graphs import StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.model_runner import ModelRunner

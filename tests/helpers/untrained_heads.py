@@ -14,8 +14,7 @@ from kvik.nn.builder import Builder
 from kvik.nn.loader import random_weights
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import Drafter
-from kvik.worker.drafters.eagle import EagleDrafter
-from kvik.worker.drafters.heads import MedusaDrafter
+from kvik.worker.drafters.heads import EagleDrafter, MedusaDrafter
 from kvik.worker.drafters.registry import DrafterParts
 
 TREE = DraftTree.best([[0.6, 0.3]] * 3, 8)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvik.worker.acceptance import START, Acceptance
+from kvik.worker.draft_estimates import START, Acceptance
 
 CHAIN = range(-1, 3)
 TREE = (
@@ -99,7 +99,7 @@ def test_acceptance_of_a_request_decays() -> None:
 def test_steps_counted_together_equal_steps_counted_one_by_one(parents, monkeypatch) -> None:
     drafts = len(parents) - 1
     together, single = Acceptance(4, parents), Acceptance(4, parents)
-    monkeypatch.setattr("kvik.worker.acceptance._HEAVIEST", 2.0)
+    monkeypatch.setattr("kvik.worker.draft_estimates._HEAVIEST", 2.0)
     rng = np.random.default_rng(1)
     for step in range(60):
         slots = rng.permutation(4)[: rng.integers(1, 5)]

@@ -38,7 +38,7 @@ from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.graph_sizes import GraphSize
 from kvik.core.plan import GraphCounts
 from kvik.launch import resolve_config
-from kvik.worker import platforms, triton_warm_ups
+from kvik.worker import platforms, warm_up
 from kvik.worker.captures import NO_CAPTURE_PEERS, Captured, CapturePeers
 from kvik.worker.graphs import Eager, EngineNetwork, Graph, StepOutput
 from kvik.worker.group import RankSetup
@@ -119,10 +119,8 @@ def captured(
         patch.setattr("kvik.worker.worker.platform", platform)
         patch.setattr("kvik.worker.ranks.platform", platform)
         patch.setattr(platforms, "CudaCapturer", lambda device: unused.pop())
-        patch.setattr(
-            triton_warm_ups, "forwards", lambda *args, **kwargs: []
-        )  # has tests of its own
-        patch.setattr(triton_warm_ups, "rules", lambda *args: WarmUp(()))
+        patch.setattr(warm_up, "forwards", lambda *args, **kwargs: [])  # has tests of its own
+        patch.setattr(warm_up, "rules", lambda *args: WarmUp(()))
         yield by
     assert {len(again.captured) for again in by} == {len(sizes) + len(drafting)}
 

@@ -21,7 +21,7 @@ from kvik.spec.kv import PAGE_HEAD_BYTES, KVCacheSpec, group_layers
 from kvik.spec.shares import cut_groups
 from kvik.worker import staged_mover as module
 from kvik.worker.group import Message, OpenPages
-from kvik.worker.group_pages import PageMemory, ProcessCopies, copy_pages
+from kvik.worker.page_copies import PageMemory, ProcessCopies, copy_pages
 from kvik.worker.page_mover import TierParts
 from kvik.worker.staged_mover import StagedPageMover
 

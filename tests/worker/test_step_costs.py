@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvik.worker.step_costs import StepCosts
+from kvik.worker.draft_estimates import StepCosts
 
 
 def test_steps_without_drafts_are_known_by_the_number_of_requests() -> None:

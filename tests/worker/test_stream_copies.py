@@ -26,9 +26,9 @@ from kvik.errors import ConfigError
 from kvik.nn.kv_formats import KVCache, allocate_kv
 from kvik.nn.pages import DevicePages, DeviceStatePages, GroupPages, PagePart
 from kvik.spec.kv import PAGE_HEAD_BYTES, KVCacheSpec, KVGroup, group_layers
+from kvik.worker.page_copies import StreamCopies
 from kvik.worker.page_mover import TierParts
 from kvik.worker.staged_mover import StagedPageMover
-from kvik.worker.stream_copies import StreamCopies
 
 ASKED = 3  # times until a copy has ended
 SIZE = 16
@@ -280,8 +280,8 @@ def test_tokens_do_not_depend_on_where_pages_were(
     """In a whole engine, with blocks laid out as on a GPU."""
     if model == "states" and column.must == "swaps" and column.in_flight > 1:
         column = replace(column, must="preemptions")  # a state that later steps change is not kept
-    monkeypatch.setattr("kvik.worker.group_pages.StatePages", DeviceStatePages)
-    monkeypatch.setattr("kvik.worker.group_pages.group_pages", device_pages)
+    monkeypatch.setattr("kvik.worker.page_copies.StatePages", DeviceStatePages)
+    monkeypatch.setattr("kvik.worker.page_copies.group_pages", device_pages)
     monkeypatch.setattr("kvik.worker.worker.PageMover", mover_on_a_stream)
     options = {"dtype": "float32", "kernels": "torch"}
     found = matrix.run_column(

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvik.frozen import frozen
-from kvik.worker.acceptance import Acceptance
-from kvik.worker.step_costs import StepCosts
+from kvik.worker.draft_estimates import Acceptance, StepCosts
 
 # The budget of drafting, which bounds how much slower it may be than not drafting.
 #

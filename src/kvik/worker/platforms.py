@@ -399,7 +399,7 @@ class TritonPlatform(Platform):
         from kvik.attention.triton import TritonAttention
         from kvik.kernels.triton.ops import triton_ops
         from kvik.kernels.triton.packed import GPU
-        from kvik.worker.triton_warm_ups import TritonWarmUps
+        from kvik.worker.warm_up import TritonWarmUps
 
         device, dtype = torch.device(config.runner.device), DTYPES[config.runner.dtype]
         self.joined = None if setup is None else Joined(config, setup)

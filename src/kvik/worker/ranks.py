@@ -37,10 +37,10 @@ from kvik.worker.group import (
     SentStep,
     WarmUpStep,
 )
-from kvik.worker.group_pages import PageShare
 from kvik.worker.input_batch import put_step
 from kvik.worker.joined import spread_inputs
 from kvik.worker.loading import load_share
+from kvik.worker.page_copies import PageShare
 from kvik.worker.pipeline import StageSteps
 from kvik.worker.platforms import (
     NativePlatform,

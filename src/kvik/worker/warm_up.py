@@ -24,15 +24,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvik.attention.base import AttentionBackend
 from kvik.attention.layout import StepLayout
+from kvik.config.config import ResolvedConfig
+from kvik.config.graph_sizes import heads_sizes
 from kvik.config.speculative import ResolvedSpeculation
 from kvik.core.sampling_params import TRUNCATIONS, SamplingParams
 from kvik.kernels.ops import Ops
 from kvik.kernels.upload import upload
+from kvik.kernels.weights import DTYPES
 from kvik.models.model_spec import ModelSpec
 from kvik.options import Integer
 from kvik.worker.graphs import EngineNetwork, RowFunction
 from kvik.worker.input_batch import StepTensors
+from kvik.worker.joined import Joined
 from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_batch import Guesses, Offers, Supposed
 from kvik.worker.sampling_table import DRAFT, SamplingTable
@@ -100,6 +105,66 @@ class WarmUps:
     def rules(self) -> IdleWork:
         """Return the warm-up of sampling, which runs last."""
         return NOTHING
+
+
+class TritonWarmUps(WarmUps):
+    """`WarmUps` that compile the kernels for the lengths, heads and rules of a configuration."""
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        ops: Ops,
+        backend: AttentionBackend,
+        device: torch.device,
+        joined: Joined | None,
+    ) -> None:
+        """
+        Args:
+            joined: the group, whose processes make the calls of `steps` together.
+        """
+        self._config = config
+        self._ops = ops
+        self._backend = backend
+        self._device = device
+        self._joined = joined
+
+    def steps(self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes) -> WarmUp:
+        # Only machines with a GPU need Triton.
+        from kvik.attention.triton import TritonAttention
+        from kvik.kernels.triton.attention_shapes import SHORT, lengths
+        from kvik.kernels.triton.matrix_shapes import tokens_of_experts
+
+        if not isinstance(self._backend, TritonAttention):
+            return NOTHING  # other backends plan each step on the host
+        context, block_size = self._config.scheduler.max_model_len, self._config.cache.block_size
+        max_length = min(sizes.tokens, spec.max_context, context)
+        routers = {layer.experts.router for layer in spec.layers if layer.experts}
+        by_expert = [tokens_of_experts(router.experts, router.active) for router in routers]
+        if adapters := self._config.runner.max_adapters:
+            by_expert.append(tokens_of_experts(adapters, 1))
+        attending = [layer for layer in spec.layers if layer.attends]
+        heads = {(spec.query_heads(layer), spec.heads(layer)[0]) for layer in attending}
+        classes = lengths(heads, max_length, set().union(*by_expert))
+        nodes = [length for length in classes if sizes.trees and length <= SHORT]
+        dtype, device = DTYPES[self._config.runner.dtype], self._device
+
+        def entered(length: int) -> list[Tensor]:
+            shape = length, spec.hidden_size
+            return [torch.zeros(shape, dtype=dtype, device=device)] * network.entering
+
+        calls = forwards(network, classes, sizes, block_size, context, nodes, entered)
+        jointly = nullcontext if self._joined is None else self._joined.peers(network).warming_up
+        return WarmUp(calls, jointly)
+
+    def heads(self, function: RowFunction, like: Sequence[Tensor]) -> IdleWork:
+        if self._config.runner.draft_graph_sizes:
+            return NOTHING  # they are compiled when they are captured
+        sizes = [size.rows for size in heads_sizes(self._config.scheduler.max_num_seqs)]
+        return heads(function, like, sizes)
+
+    def rules(self) -> IdleWork:
+        config = self._config
+        return rules(self._ops, config.model.vocab_size, self._device, config.speculation)
 
 
 def forwards(

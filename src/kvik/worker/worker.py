@@ -32,10 +32,10 @@ from kvik.worker.drafters.registry import DrafterParts, build_drafter
 from kvik.worker.engine_cache import digest_of, fingerprints
 from kvik.worker.graphs import EngineNetwork
 from kvik.worker.group import EarlierStages, GiveBack, LoadAdapter, RankSetup
-from kvik.worker.group_pages import ProcessCopies, own_pages
 from kvik.worker.loading import load_share
 from kvik.worker.model_runner import ModelRunner
 from kvik.worker.output_tokens import OutputTokens
+from kvik.worker.page_copies import ProcessCopies, StreamCopies, own_pages
 from kvik.worker.page_mover import PageFolder, PageMover, Peers, TierParts
 from kvik.worker.participant import Participant, RunningStep
 from kvik.worker.pipeline import Pipeline, StageSteps
@@ -46,7 +46,6 @@ from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.speculator import Speculator
 from kvik.worker.staged_mover import StagedPageMover
 from kvik.worker.step_inputs import AtOnce, Copies, PinnedCopies, StepSizes
-from kvik.worker.stream_copies import StreamCopies
 from kvik.worker.warm_up import IdleWork
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvik.worker.captures import GraphMemory
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import DraftRows
-from kvik.worker.drafters.eagle import EagleDrafter
+from kvik.worker.drafters.heads import EagleDrafter
 from kvik.worker.graphs import CapturedRows, RowFunction, RowGraph
 from kvik.worker.request_table import RequestTable
 

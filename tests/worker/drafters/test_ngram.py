@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvik.worker.drafters.base import DraftRows
-from kvik.worker.drafters.ngram import NgramDrafter, continued, latest_match
+from kvik.worker.drafters.lookup import NgramDrafter, continued, latest_match
 from kvik.worker.request_table import RequestTable
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=40)

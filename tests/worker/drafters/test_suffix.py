@@ -9,9 +9,9 @@ from helpers.tiers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvik.worker.drafters import suffix
+from kvik.worker.drafters import lookup
 from kvik.worker.drafters.base import DraftRows
-from kvik.worker.drafters.suffix import SEPARATOR, SuffixAutomaton, SuffixDrafter, TenantOutputs
+from kvik.worker.drafters.lookup import SEPARATOR, SuffixAutomaton, SuffixDrafter, TenantOutputs
 from kvik.worker.request_table import RequestTable
 
 
@@ -69,7 +69,7 @@ def test_a_slot_forgets_its_last_text() -> None:
 
 
 def test_a_text_is_read_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix, "MAX_LEARNED_PER_STEP", 4)
+    monkeypatch.setattr(lookup, "MAX_LEARNED_PER_STEP", 4)
     table = table_of([1, 2, 3, 4, 5, 6, 1, 2])
     drafter = SuffixDrafter(table, shared=False)
     drafter.enter(0)
@@ -110,7 +110,7 @@ def test_outputs_are_only_used_for_the_same_tenant() -> None:
 
 
 def test_stored_outputs_of_tenants_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suffix, "MAX_TENANTS", 2)
+    monkeypatch.setattr(lookup, "MAX_TENANTS", 2)
     outputs = TenantOutputs(max_tokens=12)
     for tenant in "abc":
         outputs.add(tenant, [1, 2, 3])

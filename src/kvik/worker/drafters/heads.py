@@ -1,13 +1,20 @@
-"""Draft heads: loading them from a folder, and choosing a tree of drafts for their accuracies.
+"""Draft heads: drafts in a tree, from the hidden state from which the newest token was sampled.
 
-Medusa's heads (Cai et al. 2024, arXiv 2401.10774) all read the hidden state from which the newest
-token was sampled; head d predicts the token d positions after it. The likeliest tokens of each head
-form the tree (`draft_tree.py`).
+Medusa's heads (Cai et al. 2024, arXiv 2401.10774) all read that state; head d predicts the token d
+positions after the newest one. The likeliest tokens of each head form the tree (`draft_tree.py`).
+
+An EAGLE layer (after EAGLE; Li et al. 2024, arXiv 2401.15077) continues the state: it makes a
+hidden state of a node from that of its parent and from the node's token; the model's head makes the
+candidates for its children from it. So a tree takes a forward of the layer for each level, and none
+of the model.
+
+`models/draft_heads.py` has the layers; they are loaded from a folder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -27,8 +34,19 @@ from kvik.worker.draft_tree import MAX_NODES, DraftTree
 from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
 from kvik.worker.graphs import RowFunction, RowGraph
 from kvik.worker.platforms import PlatformParts
+from kvik.worker.request_table import RequestTable
 
-# A tree of drafts from heads that read the model's last hidden state (models/draft_heads.py).
+
+class HeadTarget(Protocol):
+    """The parts of the model that heads use: its embedding and its head."""
+
+    def enter(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """ids [rows] at positions [rows] -> the model's input, [rows, hidden]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, hidden] -> [rows, vocab] fp32."""
+        ...
 
 
 class MedusaDrafter(Drafter):
@@ -65,22 +83,113 @@ class MedusaDrafter(Drafter):
         return likely[:, self._depth, self._rank]
 
 
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """Nodes of one depth that have children, and their children."""
+
+    # nodes, parents: [nodes] int64; each parent's index among the nodes of the level before.
+    nodes: Tensor
+    parents: Tensor
+    # children, owners, ranks: [children] int64: nodes of the tree, each one's parent as an index
+    # into `nodes`, and its rank among the parent's candidates.
+    children: Tensor
+    owners: Tensor
+    ranks: Tensor
+    candidates: int  # number per node: the largest rank + 1
+
+
+class EagleDrafter(Drafter):
+    """Drafts with an EAGLE layer. Stores no state for a request."""
+
+    def __init__(
+        self,
+        layer: Callable[[Tensor, Tensor], Tensor],
+        model: HeadTarget,
+        table: RequestTable,
+        tree: DraftTree,
+        device: torch.device,
+        rows: Callable[[RowFunction], RowGraph] = RowGraph,
+    ) -> None:
+        """
+        Args:
+            layer: inputs and hidden states, [rows, hidden] each -> the next hidden states.
+            model: the model, whose embedding and head are used with the layer.
+            device: of the hidden states.
+            rows: makes the graph that runs `_grow`.
+        """
+        self.layer = layer
+        self.model = model
+        self.table = table
+        self.tree = tree
+        self._levels = _levels(tree, device)
+        self._rows = rows(self._grow)
+
+    def propose(self, rows: DraftRows) -> Drafts:
+        slots = rows.slots
+        newest = self.table.num_tokens[slots].astype(np.int64) - 1
+        tokens = self.table.token_ids[slots, newest].astype(np.int64)
+        hidden = rows.hidden()
+        inputs = (upload(array, hidden.device) for array in (tokens, newest))
+        drafts = self._rows.run(hidden, *inputs).cpu()  # [rows, drafts]
+        return Drafts.first(rows.limits, drafts.numpy(), self.tree)
+
+    def _grow(self, hidden: Tensor, newest: Tensor, places: Tensor) -> Tensor:
+        """Grow the trees level by level.
+
+        Args:
+            hidden: [rows, hidden], at the token before the newest. newest, places: [rows] int64,
+                the newest tokens and their positions.
+
+        Returns:
+            [rows, drafts] int64.
+        """
+        count = len(newest)
+        tokens = newest.new_zeros(count, len(self.tree.parents))
+        tokens[:, 0] = newest
+        last = self.table.token_ids.shape[1] - 1  # the last position
+        hidden = hidden[:, None]  # [rows, nodes of a level, hidden]
+        for depth, level in enumerate(self._levels):
+            wide = len(level.nodes)
+            ids = tokens.index_select(1, level.nodes)
+            positions = (places + depth).clamp(max=last)[:, None].expand(count, wide)
+            before = hidden.index_select(1, level.parents)
+            inputs = self.model.enter(ids.flatten(), positions.flatten())
+            after = self.layer(inputs, before.flatten(0, 1))
+            likely = torch.topk(self.model.logits(after), level.candidates, dim=-1).indices
+            candidates = likely.view(count, wide, level.candidates)
+            tokens.index_copy_(1, level.children, candidates[:, level.owners, level.ranks])
+            hidden = after.view(count, wide, -1)
+        return tokens[:, 1:]
+
+
+def _levels(tree: DraftTree, device: torch.device) -> list[_Level]:
+    levels: list[_Level] = []
+    parents, ranks = np.array(tree.parents), np.array(tree.ranks, np.int64)
+    before = np.zeros(1, np.int64)  # node 0 continues the model's own hidden state
+    for depth in range(int(tree.depths.max())):
+        children = np.flatnonzero(tree.depths == depth + 1)
+        nodes = np.unique(parents[children])
+        above = np.searchsorted(before, parents[nodes]) if depth else before
+        levels.append(
+            _Level(
+                nodes=upload(nodes, device),
+                parents=upload(above, device),
+                children=upload(children, device),
+                owners=upload(np.searchsorted(nodes, parents[children]), device),
+                ranks=upload(ranks[children], device),
+                candidates=int(ranks[children].max()) + 1,
+            )
+        )
+        before = nodes
+    return levels
+
+
+# Loading heads from a folder, and choosing a tree for their accuracies.
+
 OFFSETS = "d2t"  # id of each drafted token in the model, minus its own
 MEDUSA_FILE = "medusa_lm_head.safetensors"  # saved by Medusa's training code
 # Assumed accuracies of heads without measured ones; they fall with depth and rank.
 _FIRST, _DEEPER, _NEXT_RANK, _RANKS = 0.6, 0.8, 0.3, 8
-
-
-class HeadTarget(Protocol):
-    """The parts of the model that heads use: its embedding and its head."""
-
-    def enter(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """ids [rows] at positions [rows] -> the model's input, [rows, hidden]."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> [rows, vocab] fp32."""
-        ...
 
 
 def load_medusa(

@@ -17,12 +17,10 @@ from kvik.kernels.ops import Ops
 from kvik.models.gemma4 import ASSISTANT
 from kvik.models.model_spec import ModelSpec
 from kvik.worker.draft_tree import DraftTree
-from kvik.worker.drafters.assistant import AssistantDrafter
 from kvik.worker.drafters.base import Drafter
-from kvik.worker.drafters.cached_heads import CachedHeadDrafter, CachedHeadNetwork
 from kvik.worker.drafters.draft_model import DraftModel, DraftNetwork, DraftSampling, Vocabulary
-from kvik.worker.drafters.eagle import EagleDrafter
 from kvik.worker.drafters.heads import (
+    EagleDrafter,
     HeadTarget,
     MedusaDrafter,
     drafted_tokens,
@@ -30,8 +28,8 @@ from kvik.worker.drafters.heads import (
     load_medusa,
     tree_of,
 )
-from kvik.worker.drafters.ngram import NgramDrafter
-from kvik.worker.drafters.suffix import SuffixDrafter
+from kvik.worker.drafters.lookup import NgramDrafter, SuffixDrafter
+from kvik.worker.drafters.readers import AssistantDrafter, CachedHeadDrafter, CachedHeadNetwork
 from kvik.worker.graphs import EngineNetwork, Graph, RowFunction, RowGraph
 from kvik.worker.loading import head_groups, load_network, of_drafts
 from kvik.worker.platforms import Platform
