@@ -12,9 +12,9 @@ from notes import Notes
 from place import sized
 
 from kvik.worker.captures import MAX_PADDING
-from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.drafters import registry
 from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
+from kvik.worker.replays import DecodeGraphs
 
 DRAFTS = sized(5, 2)  # drafts of each request in each step
 CELLS = sized(((1, 1024), (8, 1024), (64, 1024)), ((1, 5), (2, 5)))  # batch, context

@@ -25,11 +25,11 @@ from kvik.engine.core import EngineCore
 from kvik.engine.loop import EngineLoop
 from kvik.model_files import model_files
 from kvik.worker.captures import GraphMemory
-from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import Graph, StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.model_runner import ModelRunner
 from kvik.worker.participant import RunningStep
+from kvik.worker.replays import DecodeGraphs
 from kvik.worker.worker import Worker
 
 

@@ -24,8 +24,8 @@ from shapes import LOAD
 from kvik.attention.fresh_prompts import FreshPrompts
 from kvik.attention.triton import TritonAttention
 from kvik.spec.weights import matrix_kind
-from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import Eager
+from kvik.worker.replays import DecodeGraphs
 
 QUANTIZATION = {"bf16": "none", "int4": "int4", "fp8": "fp8"}
 LOADED = {"shape": "8b", "format": "bf16"}  # gets the same load as the peers

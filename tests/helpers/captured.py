@@ -19,11 +19,11 @@ from kvik.models.model_spec import ModelSpec
 from kvik.spec.visible_keys import Window
 from kvik.worker import platforms
 from kvik.worker.captures import NO_CAPTURE_PEERS, Captured, CapturePeers, GraphMemory, NotCaptured
-from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import CapturedRows, EngineNetwork, Graph, RowFunction, RowGraph
 from kvik.worker.group import RankSetup
 from kvik.worker.joined import Joined
 from kvik.worker.platforms import NativePlatform, TorchPlatform
+from kvik.worker.replays import DecodeGraphs
 from kvik.worker.step_inputs import DeviceInputs, StepInputs, StepSizes
 from kvik.worker.warm_up import WarmUp, WarmUps, forwards
 

@@ -39,9 +39,9 @@ from kvik.worker.captures import (
     CapturePeers,
     GraphMemory,
 )
-from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import Eager, StepOutput
 from kvik.worker.input_batch import StepTensors
+from kvik.worker.replays import DecodeGraphs
 from kvik.worker.step_inputs import DeviceInputs, FreshInputs, StepSizes
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ runs the forward, and hands the step to its participants (`participant.py`): `pr
 `output_tokens.py`, `speculator.py`.
 
 Memory of inputs and results: `step_inputs.py` (fixed memory, copies from the device). Running the
-forward: `graphs.py` eagerly or replayed, `cpu_tape.py`, `cuda_graphs.py`, `captures.py` (what is
+forward: `graphs.py` eagerly, `replays.py` from a recording, `captures.py` (what is
 captured when, and its memory), `warm_up.py`.
 
 Sampling: `sampling_table.py` (parameters and state by slot), `logits_rules.py` and `dry.py` (rules

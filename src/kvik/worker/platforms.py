@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import groupby
 from math import prod
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,10 +29,10 @@ from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import DTYPES
 from kvik.nn.kv_formats import Zeros
 from kvik.worker.captures import NO_CAPTURE_PEERS, Capturer, CudaCapturer, GraphMemory
-from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import CapturedRows, Eager, EngineNetwork, Graph, RowFunction, RowGraph
 from kvik.worker.group import RankSetup
 from kvik.worker.joined import Joined
+from kvik.worker.replays import CpuTape, DecodeGraphs
 from kvik.worker.step_inputs import (
     DeviceInputs,
     EnteredStates,
@@ -42,10 +42,7 @@ from kvik.worker.step_inputs import (
     StepSizes,
 )
 from kvik.worker.team import Team, pace_of
-from kvik.worker.warm_up import WarmUps
-
-if TYPE_CHECKING:
-    from kvik.worker.cpu_tape import CpuTape
+from kvik.worker.warm_up import TritonWarmUps, WarmUps
 
 # The current device.
 #
@@ -343,8 +340,6 @@ class NativePlatform(Platform):
         Raises:
             CaptureError: the model uses an operation that has no native kernel.
         """
-        from kvik.worker.cpu_tape import CpuTape
-
         zeros = np.zeros if self.group is None else self.group.fixed
         states = entered_states(self._config, self.parts, network, sizes, zeros)
         inputs = FixedInputs(
@@ -399,7 +394,6 @@ class TritonPlatform(Platform):
         from kvik.attention.triton import TritonAttention
         from kvik.kernels.triton.ops import triton_ops
         from kvik.kernels.triton.packed import GPU
-        from kvik.worker.warm_up import TritonWarmUps
 
         device, dtype = torch.device(config.runner.device), DTYPES[config.runner.dtype]
         self.joined = None if setup is None else Joined(config, setup)

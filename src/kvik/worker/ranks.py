@@ -17,7 +17,6 @@ from kvik.config.config import ResolvedConfig
 from kvik.kernels.upload import upload
 from kvik.spec.declare import ForwardContext
 from kvik.spec.shares import PipelineStage
-from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import EngineNetwork
 from kvik.worker.group import (
     CaptureStep,
@@ -51,6 +50,7 @@ from kvik.worker.platforms import (
     on_device,
     platform,
 )
+from kvik.worker.replays import DecodeGraphs
 from kvik.worker.step_inputs import StepSizes, unpacked
 
 if TYPE_CHECKING:
