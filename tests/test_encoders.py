@@ -232,6 +232,27 @@ def test_the_modules_of_sentence_transformers(tmp_path, dense):
 
 @pytest.mark.full
 @needs_native
+def test_other_modules_have_an_entry_of_their_own_in_the_engine_cache(tmp_path):
+    folder, options = tmp_path / "model", COMMON | {"kernels": "native"}
+    folder.mkdir()
+    save_encoder(folder, "BertModel")
+    save_tokenizer(folder)
+    save_modules(folder, "cls_token", ((32, 48),))
+    weights = folder / "2_Dense" / "model.safetensors"
+
+    def embedded(**cache: str) -> list[float]:
+        with LLM(str(folder), **options, **cache) as llm:
+            return llm.embed(words(20), normalize=False)[0].embedding
+
+    before = embedded(engine_cache=str(tmp_path / "cache"))
+    content = bytearray(weights.read_bytes())
+    content[-400:] = bytes(400)
+    weights.write_bytes(content)
+    assert before != embedded(engine_cache=str(tmp_path / "cache")) == embedded()
+
+
+@pytest.mark.full
+@needs_native
 def test_engine_folders_have_the_modules(tmp_path):
     """An encoder built with its dense layers, prompts and pooling answers like the model."""
     folder, built = tmp_path / "model", tmp_path / "engine"

@@ -275,7 +275,7 @@ class StageProcesses(LinkedProcesses):
         from kvik.worker.engine_cache import fingerprints
 
         runner = self._resolved.runner
-        engine = StageReady("", _machine(runner), fingerprints(runner))
+        engine = StageReady("", _machine(runner), fingerprints(self._resolved))
         for stage, line in enumerate(self._lines):
             while not line.poll(LOOK_SECONDS):
                 if gone := self._gone():
@@ -419,7 +419,7 @@ def main(arguments: Sequence[str]) -> int:
             ):
                 rank = LeadingRank(config, stage, setup)
                 freeze()
-            ready = StageReady("", _machine(config.runner), fingerprints(config.runner))
+            ready = StageReady("", _machine(config.runner), fingerprints(config))
         except Exception as error:
             ready = StageReady(f"{type(error).__name__}: {error}")
         line.send_bytes(msgspec.msgpack.encode(ready))

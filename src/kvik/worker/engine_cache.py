@@ -12,18 +12,19 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from kvik.config.config import RunnerConfig
+from kvik.config.config import ResolvedConfig, RunnerConfig
 from kvik.config.hardware import detect
 from kvik.config.model_source import model_name
 from kvik.errors import START_LOG, ModelError
 from kvik.files import ADAPTER_FILES, gguf_parts, writing_whole_folder
 from kvik.kernels.packing import Packing
+from kvik.models.model_spec import ModelSpec
 from kvik.nn.engine_folder import MappedStorage, Written, write_weights
 from kvik.nn.parts import FreshStorage
 from kvik.spec.engine_folder import (
@@ -115,13 +116,13 @@ def manifest_of(
 
 
 def cache_of(
-    runner: RunnerConfig, path: Path, quantization: str, packing: Packing
+    runner: RunnerConfig, path: Path, spec: ModelSpec, quantization: str, packing: Packing
 ) -> EngineCache | None:
     """Return the cache entry of a model; None: there is no cache.
 
     Args:
         path: the model's folder or GGUF file.
-        quantization: of this model, which may be a draft model.
+        spec, quantization: of this model, which may be a draft model.
 
     Raises:
         ModelError: a file of the model cannot be read.
@@ -137,7 +138,7 @@ def cache_of(
         "byte_order": sys.byteorder,
         "dtype": runner.dtype,
         "quantization": quantization,
-        "files": _fingerprints(path, runner.lora),
+        "files": _fingerprints(path, runner.lora, modules_of(spec)),
         "adapters": sorted(runner.adapter_ranks),  # their activations are not fused
     }
     key = hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()[:16]
@@ -145,33 +146,46 @@ def cache_of(
     return EngineCache(Path(runner.engine_cache).expanduser() / f"{name}-{key}", source)
 
 
-def fingerprints(runner: RunnerConfig) -> str:
+def fingerprints(config: ResolvedConfig) -> str:
     """Return a digest of the files that are loaded, the same for copies of them; "": weights are
     random.
 
     Raises:
         ModelError: a file of the model cannot be read.
     """
+    runner = config.runner
     if runner.load_format != "safetensors":
         return ""
-    return digest_of(Path(runner.model_path), runner.lora)
+    return digest_of(Path(runner.model_path), runner.lora, modules_of(config.model))
 
 
-def digest_of(path: Path, lora: str | None = None) -> str:
+def digest_of(path: Path, lora: str | None = None, modules: Sequence[str] = ()) -> str:
     """Return a digest of the files of a model or head, and of an adapter.
+
+    Args:
+        modules: see `modules_of`.
 
     Raises:
         ModelError: a file cannot be read.
     """
-    by_file = _fingerprints(path, lora)
+    by_file = _fingerprints(path, lora, modules)
     for facts in by_file.values():
         del facts["changed_ns"]
     return hashlib.sha256(json.dumps(by_file, sort_keys=True).encode()).hexdigest()
 
 
-def _fingerprints(path: Path, lora: str | None) -> dict[str, dict[str, object]]:
+def modules_of(spec: ModelSpec) -> tuple[str, ...]:
+    """Return the folders of modules with separate weights."""
+    return () if spec.pooling is None else spec.pooling.modules
+
+
+def _fingerprints(
+    path: Path, lora: str | None, modules: Sequence[str]
+) -> dict[str, dict[str, object]]:
     """Return the fingerprints of the files of a model and of its adapter, by name."""
     by_file = {file.name: _fingerprint(file) for file in _files(path)}
+    for module in modules:
+        by_file |= {f"{module}/{file.name}": _fingerprint(file) for file in _files(path / module)}
     adapter = () if lora is None else (Path(lora) / name for name in ADAPTER_FILES)
     return by_file | {f"lora/{file.name}": _fingerprint(file) for file in adapter}
 

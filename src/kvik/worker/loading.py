@@ -33,7 +33,7 @@ from kvik.spec.engine_folder import Manifest
 from kvik.spec.kv import KVGroup, group_layers
 from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.shares import PipelineStage, cut_groups, stage_groups
-from kvik.worker.engine_cache import cache_of, manifest_of
+from kvik.worker.engine_cache import cache_of, manifest_of, modules_of
 from kvik.worker.graphs import EngineNetwork
 from kvik.worker.group import RankSetup
 from kvik.worker.platforms import Platform, PlatformParts, on_device, platform
@@ -334,7 +334,7 @@ def _load(
         return load(None, MappedStorage(path, parts.packing))
     if runner.load_format != "safetensors":
         return load(None, None)
-    cache = cache_of(runner, path, quantization, parts.packing)
+    cache = cache_of(runner, path, spec, quantization, parts.packing)
     if cache is not None and (mapped := cache.stored(parts.packing)) is not None:
         try:
             return load(None, mapped)
@@ -355,11 +355,6 @@ def _checkpoint(path: Path, spec: ModelSpec, lora: str | None) -> Checkpoint:
     """
     checkpoint = open_weights(path, modules_of(spec))
     return checkpoint if lora is None else merged(checkpoint, Path(lora), spec)
-
-
-def modules_of(spec: ModelSpec) -> tuple[str, ...]:
-    """Return the folders of modules with separate weights."""
-    return () if spec.pooling is None else spec.pooling.modules
 
 
 def make_builder(

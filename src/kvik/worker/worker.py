@@ -381,7 +381,7 @@ def cache_fingerprint(config: ResolvedConfig) -> bytes:
         ModelError: a file of the model cannot be read.
     """
     model, runner, cache = config.model, config.runner, config.cache
-    weights = fingerprints(runner)
+    weights = fingerprints(config)
     if model.built is not None:
         weights = read_manifest(Path(runner.model_path)).seal
     dynamic = any(rope.kind == "dynamic" for rope in model.ropes)
