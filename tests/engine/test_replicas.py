@@ -349,15 +349,15 @@ async def test_statistics_are_summed_and_views_merged():
 async def test_an_engine_reports_the_content_of_its_cache():
     async with engine_in_thread() as served:
         reporter = Reporter(served.core.scheduler)
-        first = reporter.look(0.0, idle=False)
+        first = reporter.next_report(0.0, idle=False)
         assert first.changes.cleared
         deltas: list[RequestDelta] = []
         served.client.start(deltas.extend)
         await served.ready()
         served.client.add(engine_request("a", range(1, 13), max_tokens=2))
         await served.at_rest()
-        assert reporter.look(0.001, idle=False) is None  # too early
-        second = reporter.look(1.0, idle=False)
+        assert reporter.next_report(0.001, idle=False) is None  # too early
+        second = reporter.next_report(1.0, idle=False)
         hashes: list[bytes] = []
         salt = salt_of(served.core.config, engine_request("a", range(1, 13)))
         extend_hashes(hashes, list(range(1, 13)), 4, salt, 3)

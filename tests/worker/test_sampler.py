@@ -41,7 +41,7 @@ def sample(table: SamplingTable, logits: Tensor, slots: list[int], position: int
     at_once = read(Sampler(TORCH).sample(logits, batch))
     if logits.numel() > 10**5:
         return at_once
-    later = read(Sampler(TORCH, looks=False).sample(logits, batch))
+    later = read(Sampler(TORCH, checks_at_once=False).sample(logits, batch))
     assert later.bad_rows == at_once.bad_rows and later.logprobs == at_once.logprobs
     good = [row for row in range(len(slots)) if row not in at_once.bad_rows]
     assert np.array_equal(later.token_ids[good], at_once.token_ids[good])

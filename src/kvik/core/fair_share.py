@@ -89,7 +89,7 @@ class FairShare:
         if not self.contended:
             account.served = max(account.served, self.virtual_time)
         elif tenant not in waiting and not request.continues_beam:
-            self._come_back(request, account, waiting, running)
+            self._return(request, account, waiting, running)
 
     def start(self, request: Request) -> None:
         """Note that a request was admitted: tokens found in the cache are free."""
@@ -116,7 +116,7 @@ class FairShare:
             self.virtual_time = max(a.served for a in self.accounts.values())
             self.accounts.clear()
 
-    def _come_back(
+    def _return(
         self,
         request: Request,
         account: Account,

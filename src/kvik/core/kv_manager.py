@@ -366,7 +366,7 @@ class KVCacheManager:
         """Allocate free blocks; pins are dropped if no others are left."""
         short = count - (self.pool.num_free - self.pool.num_kept)
         if short > 0:
-            self.pins.give_way(short)
+            self.pins.unpin_free(short)
         return self.pool.allocate(count)
 
     def _revived(self, match: PrefixMatch) -> int:

@@ -101,7 +101,7 @@ class PinTable:
                 else:
                     heappush(ends, (pin.until, number, pin))
 
-    def give_way(self, count: int) -> None:
+    def unpin_free(self, count: int) -> None:
         """Unpin `count` more blocks without references.
 
         Pins of prefixes in use are kept while others suffice: dropping them would free nothing.

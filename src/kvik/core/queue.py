@@ -82,24 +82,24 @@ class Deadlines:
     """A heap of the times at which to check each request with a deadline again."""
 
     def __init__(self) -> None:
-        self._looks: list[tuple[float, int, Request]] = []
+        self._checks: list[tuple[float, int, Request]] = []
 
     def __len__(self) -> int:
-        return len(self._looks)
+        return len(self._checks)
 
     def add(self, request: Request, now: float, num_served: int) -> None:
         """Watch a request if it has a deadline. `num_served`: requests in the scheduler."""
         if request.deadline is None:
             return
-        heappush(self._looks, (now, request.serial, request))
-        if len(self._looks) > 64 + 2 * num_served:
+        heappush(self._checks, (now, request.serial, request))
+        if len(self._checks) > 64 + 2 * num_served:
             # Most ended long before their deadlines: keep only what is still served.
-            self._looks = [look for look in self._looks if not look[2].finished]
-            heapify(self._looks)
+            self._checks = [check for check in self._checks if not check[2].finished]
+            heapify(self._checks)
 
-    def next_look(self) -> float | None:
+    def next_check(self) -> float | None:
         """Return when `late` may next find something, if nothing else happens before."""
-        return self._looks[0][0] if self._looks else None
+        return self._checks[0][0] if self._checks else None
 
     def late(self, now: float, seconds_needed: Callable[[Request], float]) -> list[Request]:
         """Remove and return the requests that are past their deadline or cannot meet it.
@@ -108,14 +108,14 @@ class Deadlines:
             seconds_needed: returns the least time in which a request can reach a useful answer.
         """
         late = []
-        looks = self._looks
-        while looks and (looks[0][0] <= now or looks[0][2].finished):
-            request = heappop(looks)[2]
+        checks = self._checks
+        while checks and (checks[0][0] <= now or checks[0][2].finished):
+            request = heappop(checks)[2]
             if request.finished or request.deadline is None:
                 continue
             last = request.deadline - HURRY * seconds_needed(request)
             if last <= now:
                 late.append(request)
             else:
-                heappush(looks, (last, request.serial, request))
+                heappush(checks, (last, request.serial, request))
         return late

@@ -88,7 +88,7 @@ class _Replica:
         self.backlog = 0.0  # prompt tokens of requests sent whose first token has not come
         self.unfinished = 0  # number of requests
         self.kv_usage = 0.0
-        self.told_rate: float | None = None
+        self.reported_rate: float | None = None
         self.rate: float | None = None  # tokens per second, as reported or measured; None: neither
         self.measured = RunningRatio()
         self.last_begun = float("-inf")
@@ -126,7 +126,7 @@ class ReplicaRouter:
 
     def set_available(self, replica: int, available: bool) -> None:
         """Set whether a replica may get requests."""
-        self._weigh(self._replicas[replica])
+        self._update_costs(self._replicas[replica])
         bit = 1 << replica
         self._available = self._available | bit if available else self._available & ~bit
 
@@ -142,9 +142,9 @@ class ReplicaRouter:
         if changes is not None and (changes.cleared or not complete):
             self.forget(replica)
         state.kv_usage = report.kv_usage
-        state.told_rate = report.prefill_rate or state.told_rate
+        state.reported_rate = report.prefill_rate or state.reported_rate
         state.reports = True
-        self._weigh(state)
+        self._update_costs(state)
         if changes is None or not complete:
             return complete
         state.number = changes.number
@@ -180,7 +180,7 @@ class ReplicaRouter:
         state.backlog += tokens
         state.unfinished += 1
         self._expect(choice.replica, hashes, choice.hit, now)
-        self._weigh(state)
+        self._update_costs(state)
 
     def began(self, request_id: str, now: float) -> None:
         """Note that the first token of a request came."""
@@ -193,7 +193,7 @@ class ReplicaRouter:
             state.measured.note(sent.tokens, seconds)
         state.last_begun = sent.begun = now
         state.backlog = max(0.0, state.backlog - sent.tokens)
-        self._weigh(state)
+        self._update_costs(state)
 
     def ended(self, request_id: str, now: float, cached: float | None = None) -> None:
         """Note that a request ended, or was lost.
@@ -215,7 +215,7 @@ class ReplicaRouter:
             if cached is not None and believed:
                 state.trust.note(min(cached, believed), believed)
             self._expect(sent.choice.replica, sent.hashes, 0, now)
-        self._weigh(state)
+        self._update_costs(state)
 
     # -- the choice ------------------------------------------------------------------------------
 
@@ -294,19 +294,19 @@ class ReplicaRouter:
             return int.from_bytes(hashes[min(common, len(hashes) - 1)][:8], "little")
         return self._num_chosen * 0x9E3779B97F4A7C15 & _MASK
 
-    def _weigh(self, state: _Replica) -> None:
+    def _update_costs(self, state: _Replica) -> None:
         """Compute the costs of a replica again."""
-        state.rate = state.told_rate or state.measured.ratio
+        state.rate = state.reported_rate or state.measured.ratio
         rates = [other.rate for other in self._replicas if other.rate]
         common = sum(rates) / len(rates) if rates else INITIAL_RATE
         if not self._common_rate / NEAR < common < self._common_rate * NEAR:
             self._common_rate = common
             for other in self._replicas:
-                self._weigh_at(other, common)
+                self._set_costs(other, common)
         else:
-            self._weigh_at(state, self._common_rate)
+            self._set_costs(state, self._common_rate)
 
-    def _weigh_at(self, state: _Replica, common: float) -> None:
+    def _set_costs(self, state: _Replica, common: float) -> None:
         """Compute the costs of a replica. It uses the common rate unless its own is clearly
         different: otherwise the replica that was fastest by chance would get all requests."""
         rate = state.rate or common

@@ -61,7 +61,7 @@ class Step:
     prefixes: set[bytes] = field(default_factory=set)  # hashes of the prompt blocks that it fills
     # Requests that could have a row but wait for a prefix that is being computed.
     num_waiters: int = 0
-    made_room: bool = False  # a request was preempted for another tenant before the step began
+    preempted_before: bool = False  # a request was preempted for a tenant, before any row
     preempted: bool = False  # a request lost its blocks to a row of the step
     short: bool = False  # there were too few blocks for a request that could have had a row
     # Copies of states that the plan makes, which are not published yet.
@@ -214,7 +214,7 @@ class Scheduler:
 
     def wakeup(self, now: float) -> float | None:
         """Return when `schedule` may next have something to do if nothing else happens before."""
-        times = [self.deadlines.next_look()]
+        times = [self.deadlines.next_check()]
         if self.policy.batches and not self.running and not self.more_expected:
             return now
         if not self.running:
@@ -238,7 +238,7 @@ class Scheduler:
         step = Step(plan, now)
         if self.moves is not None:
             self.moves.begin(now, plan)
-        reserved = self._make_room(step, now) if self.shares.contended else 0
+        reserved = self._preempt_for_tenants(step, now) if self.shares.contended else 0
         budget, prefilling = self._schedule_decodes(step, reserved)
         if budget:
             budget = self._schedule_prompts(step, prefilling, budget, now)
@@ -388,7 +388,7 @@ class Scheduler:
             elif self._admits(step) and not self._must_wait(request):
                 if self.config.whole_prompts and len(request.token_ids) > budget:
                     break  # it goes into the next step, and no request overtakes it
-                if step.made_room and request.status is RequestStatus.PREEMPTED:
+                if step.preempted_before and request.status is RequestStatus.PREEMPTED:
                     continue  # it may have been preempted in this step, for another tenant
                 match, tenant = self.kv.match(request), request.tenant
                 if self.moves is not None and self._waits_for_pages(request, match, step, now):
@@ -464,7 +464,7 @@ class Scheduler:
         """Return whether a waiting request may still get a row in this step."""
         return len(self._free_slots) > step.num_waiters and not (step.preempted or step.short)
 
-    def _make_room(self, step: Step, now: float) -> int:
+    def _preempt_for_tenants(self, step: Step, now: float) -> int:
         """Before a step for which tenants compete, preempt requests for tenants below their share,
         as far as the step has tokens for them.
 
@@ -488,7 +488,7 @@ class Scheduler:
         for request in newcomers:
             if request.status is RequestStatus.RUNNING:
                 demand += request.num_unscheduled_tokens
-                self._give_way(free.take(request, 0, kv.prompt_demand(request, budget)), step)
+                self._preempt_all(free.take(request, 0, kv.prompt_demand(request, budget)), step)
         tokens -= demand
         for request in self.shares.in_turn(self._waiting_lines(now), lambda r: r.num_prompt_tokens):
             if tokens <= 0 and (demand >= fair or request not in newcomers):
@@ -504,7 +504,7 @@ class Scheduler:
             victims = free.take(request, 1, kv.demand(match, length, budget), match)
             if victims is None:
                 break
-            self._give_way(victims, step)
+            self._preempt_all(victims, step)
             tokens -= length - match.num_tokens
             if request in newcomers:
                 demand += length - match.num_tokens
@@ -521,10 +521,10 @@ class Scheduler:
                 blocks += self.kv.num_missing(request, request.num_computed_tokens + 1)
         return tokens, blocks
 
-    def _give_way(self, victims: list[Request] | None, step: Step) -> None:
+    def _preempt_all(self, victims: list[Request] | None, step: Step) -> None:
         for victim in victims or ():
             self._preempt(victim)
-            step.made_room = True
+            step.preempted_before = True
 
     def _schedule_prefill(self, request: Request, step: Step, budget: int) -> int:
         """Schedule the next chunk of a running request. When blocks run out, requests after it
@@ -574,7 +574,7 @@ class Scheduler:
         # known tokens must fit, in addition to what newcomers still need.
         max_chunk = self.config.max_num_batched_tokens
         needed = self.kv.demand(match, length, max_chunk)
-        if request not in self.shares.newcomers:  # `_make_room` already counted all of them
+        if request not in self.shares.newcomers:  # all were counted by `_preempt_for_tenants`
             for newcomer in self.shares.newcomers:
                 needed += self.kv.prompt_demand(newcomer, max_chunk)
         fits = not self.running or needed <= self.kv.pool.num_free

@@ -411,8 +411,7 @@ class EngineCore:
             )
             for name, tier in moves.index.tiers.items()
         )
-        counters, leases = replace(moves.counters), len(moves.leases)
-        return MoveStats(tiers, counters, moves.index.off, leases)
+        return MoveStats(tiers, replace(moves.counters), moves.index.off, len(moves.leases))
 
     def _speculation(self) -> SpeculationStats | None:
         if self.config.speculation is None:

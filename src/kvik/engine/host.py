@@ -190,7 +190,7 @@ class Reporter:
         self._scheduler.log_contents(self._log)
         self._reported_at = float("-inf")
 
-    def look(self, now: float, *, idle: bool) -> ReplicaReport | None:
+    def next_report(self, now: float, *, idle: bool) -> ReplicaReport | None:
         """Return the next report; None: it is too early, or there is nothing to report.
 
         Args:
@@ -292,7 +292,7 @@ class EngineHost:
 
     def _report(self, now: float, *, idle: bool) -> None:
         assert self._reporter is not None
-        report = self._reporter.look(now, idle=idle)
+        report = self._reporter.next_report(now, idle=idle)
         if report is not None:
             self._socket.send(frame(Report(report)))
 

@@ -123,7 +123,7 @@ class LoopObserver:
     ) -> None:
         """A request, or one of its siblings, was ended from outside."""
 
-    def migrated(self, request_id: str, now: float) -> None:
+    def handed_over(self, request_id: str, now: float) -> None:
         """A request was handed over to another engine, if possible."""
 
     def cache_reset(self, now: float) -> None:
@@ -261,7 +261,7 @@ class EngineLoop:
         now = self.clock()
         self.core.hand_over(request_id, now)
         for observer in self.observers:
-            observer.migrated(request_id, now)
+            observer.handed_over(request_id, now)
 
     def reset_prefix_cache(self) -> int:
         """See `Scheduler.reset_cache`."""

@@ -314,7 +314,7 @@ class Recorder(LoopObserver):
     ) -> None:
         self._write(lambda: Ended(now, request_id, index, reason, error))
 
-    def migrated(self, request_id: str, now: float) -> None:
+    def handed_over(self, request_id: str, now: float) -> None:
         self._write(lambda: HandedOver(now, request_id))
 
     def cache_reset(self, now: float) -> None:

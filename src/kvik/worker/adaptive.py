@@ -149,7 +149,7 @@ class DraftControl:
         self._ceiling = math.inf  # upper bound of the seconds counted for a step without drafts
         # Slots for which drafts were requested.
         self._requested_before = np.zeros(max_num_seqs, np.bool_)
-        self._reading = False  # the last choice included slots not in `_known` before
+        self._reading = False  # the last choice included slots without drafts until then
         self._turn = 0  # number of trials, which selects the request
         # The last choice from a comparison, its requests, and for how many more steps it is kept.
         self._choice, self._chosen_for, self._stands = np.zeros(0, np.int64), b"", 0

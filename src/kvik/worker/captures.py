@@ -69,7 +69,7 @@ class GraphMemory:
         if enough memory for a step is left.
 
         Args:
-            size: bytes that it took. left: free bytes of the device.
+            size: bytes that it took. free: free bytes of the device.
         """
         if self.used + size > self.planned and free < self._step:
             self._close(size)

@@ -93,7 +93,7 @@ class DiskTier(PageFolder):
         # Pages to delete for new ones, oldest first: mtime, path, key if of this fingerprint.
         self._oldest: deque[tuple[int, Path, PageKey | None]] = deque()
         self._list_again = 0.0  # earliest time of the next listing for `_oldest`
-        self._looked: dict[str, int] = {}  # folder -> its mtime when it was listed
+        self._listed_at: dict[str, int] = {}  # folder -> its mtime when it was listed
         self._listed: dict[str, set[PageKey]] = {}  # folder -> its pages
         self._end = threading.Event()
         # In order, so that a page stored after it was dropped stays. (key, (parent, page)): write
@@ -194,9 +194,9 @@ class DiskTier(PageFolder):
             try:
                 with contextlib.suppress(Empty):
                     job = self._jobs.get(timeout=0.05)
-                    self._tell_all() if job is None else self._do(*job)
+                    self._report_all() if job is None else self._do(*job)
                 if time.monotonic() - looked > LOOK_SECONDS:
-                    self._look()
+                    self._find_changes()
                     looked = time.monotonic()
             except OSError as error:
                 self._disable(error)
@@ -257,7 +257,8 @@ class DiskTier(PageFolder):
         self._has_stored(key)
 
     def _has_stored(self, key: PageKey) -> None:
-        self._listed.setdefault(key[1].hex()[:2], set()).add(key)  # `_look` misses it once it goes
+        # So `_find_changes` notices when it goes.
+        self._listed.setdefault(key[1].hex()[:2], set()).add(key)
         with self._lock:
             self._stored.append(key)
 
@@ -271,7 +272,7 @@ class DiskTier(PageFolder):
         total = 0
         for folder, shelf in self._shelves():
             if folder == self._pages_folder:
-                self._looked[shelf.name] = shelf.stat().st_mtime_ns
+                self._listed_at[shelf.name] = shelf.stat().st_mtime_ns
             for entry, status in _stats(shelf):
                 key = _key_of(entry.name)
                 if key is None or not stat.S_ISREG(status.st_mode):
@@ -295,23 +296,23 @@ class DiskTier(PageFolder):
         with self._lock:
             self._added += [key for _, key in sorted(own_pages)]
 
-    def _tell_all(self) -> None:
-        self._looked.clear()
+    def _report_all(self) -> None:
+        self._listed_at.clear()
         self._listed.clear()
-        self._look()
+        self._find_changes()
         with self._lock:
             self._scanned = True
         self._news.set()
 
-    def _look(self) -> None:
+    def _find_changes(self) -> None:
         """Find pages that other engines have stored or deleted since the last scan."""
         added: list[PageKey] = []
         lost: list[PageKey] = []
         for shelf in _folders(self._pages_folder, None):
             changed = shelf.stat().st_mtime_ns
-            if self._looked.get(shelf.name) == changed:
+            if self._listed_at.get(shelf.name) == changed:
                 continue
-            self._looked[shelf.name] = changed
+            self._listed_at[shelf.name] = changed
             now = {key for entry in _files(shelf) if (key := _key_of(entry.name))}
             before = self._listed.get(shelf.name, set())
             added += now - before

@@ -64,7 +64,7 @@ class StepSampler:
     ) -> None:
         self.sampling = sampling
         self._copies = copies
-        self._sampler = Sampler(ops, looks=copies.depth == 1)
+        self._sampler = Sampler(ops, checks_at_once=copies.depth == 1)
         self._most_bytes = SAMPLER_BYTES[device.type]
 
     def launch(

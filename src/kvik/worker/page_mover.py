@@ -170,7 +170,7 @@ class PageMover:
         self._folder, self._peers = tiers.folder, tiers.peers
         serve = tiers.page_server
         self._page_server = None if serve is None else serve(self._page_at)
-        self._told_address = False
+        self._address_sent = False
         self._scratch = np.empty(self._largest, np.uint8)
         self._at_once = tiers.at_once
         self._job_pages = JOB_PAGES
@@ -193,7 +193,7 @@ class PageMover:
         """Begin the moves of a plan. `take` reports failures."""
         if plan.step == 0:  # the plan may come from a new scheduler
             self._begun.clear()
-            self._told_address = False
+            self._address_sent = False
             if self._folder is not None:
                 self._folder.publish_again()
         if self._folder is not None:
@@ -233,8 +233,8 @@ class PageMover:
         moved = replace(moved, loaded=loaded, rates=rates, lost=[*moved.lost, *failed])
         if self._page_server is not None:
             where = self._page_server.address
-            address = None if self._told_address else (where.host, where.port)
-            self._told_address = True
+            address = None if self._address_sent else (where.host, where.port)
+            self._address_sent = True
             moved = replace(moved, address=address, returned=self._page_server.take_returned())
         return moved if moved != NOTHING else None
 

@@ -193,13 +193,13 @@ class Guess:
 
 
 class Sampler:
-    def __init__(self, ops: Ops, *, looks: bool = True) -> None:
+    def __init__(self, ops: Ops, *, checks_at_once: bool = True) -> None:
         """
         Args:
-            looks: whether to check for bad rows at once, which waits for the device.
+            checks_at_once: whether to check for bad rows at once, which waits for the device.
         """
         self._ops = ops
-        self._looks = looks
+        self._checks_at_once = checks_at_once
 
     def sample(
         self, logits: Tensor, batch: SamplingBatch, largest: tuple[Tensor, Tensor] | None = None
@@ -219,7 +219,7 @@ class Sampler:
             top, token_ids = self._ops.largest(shaped)
             unchecked.append((top, NOTHING_ALLOWED))
         bad_rows: dict[int, str] = {}
-        if self._looks:
+        if self._checks_at_once:
             for top, reason in unchecked:
                 _note_bad(bad_rows, top.cpu().numpy(), reason)
             unchecked = []

@@ -282,7 +282,7 @@ def rules(
     """Return calls that sample from a row of equal logits by each of `SAMPLED_PARAMS`.
 
     If drafts are sampled or checked by probability, this includes calls that check drafts."""
-    sampler = Sampler(ops, looks=False)
+    sampler = Sampler(ops, checks_at_once=False)
 
     def set_up(params: SamplingParams) -> tuple[SamplingTable, Tensor]:
         table = SamplingTable(1, vocab_size, device)
