@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -882,26 +882,17 @@ class Scheduler:
         times: tuple[float, float],
         now: float,
     ) -> RequestDelta:
-        """Append sampled tokens up to the one that ends the output; take back rejected drafts.
+        """Append sampled tokens up to the one that ends the output.
 
         Args:
             times: see `_decode_seconds`.
         """
         tokens = output.token_ids[row]
-        if drafts and request.status is RequestStatus.RUNNING:
-            rejected = drafts + 1 - len(tokens)
-            request.num_computed_tokens -= rejected
-            request.num_written_tokens -= rejected
-            self.meter.take_back(request, rejected)
-        speculation = request.speculation
         if drafts:
-            places = drafts if output.draft_places is None else output.draft_places[drafts]
-            self.drafts.add(drafts, len(tokens) - 1, places)
-            if speculation is not None:
-                speculation.drafts.add(drafts, len(tokens) - 1, places)
-        if speculation is not None and times[0]:
-            speculation.seconds += times[0]
-            speculation.plain_seconds += times[1] * len(tokens)
+            self._count_drafts(request, drafts, len(tokens) - 1, output.draft_places)
+        if request.speculation is not None and times[0]:
+            request.speculation.seconds += times[0]
+            request.speculation.plain_seconds += times[1] * len(tokens)
         reason = None
         token_ids = request.token_ids
         before = len(token_ids)
@@ -937,6 +928,24 @@ class Scheduler:
         else:
             request.num_draft_tokens = 0
         return RequestDelta(request.request_id, request.index, tokens, logprobs=logprobs)
+
+    def _count_drafts(
+        self, request: Request, drafts: int, accepted: int, places: Sequence[int] | None
+    ) -> None:
+        """Count the drafts of a row, and take back the rejected ones.
+
+        Args:
+            places: see `ModelRunnerOutput.draft_places`.
+        """
+        if request.status is RequestStatus.RUNNING:
+            rejected = drafts - accepted
+            request.num_computed_tokens -= rejected
+            request.num_written_tokens -= rejected
+            self.meter.take_back(request, rejected)
+        num_places = drafts if places is None else places[drafts]
+        self.drafts.add(drafts, accepted, num_places)
+        if request.speculation is not None:
+            request.speculation.drafts.add(drafts, accepted, num_places)
 
     def fail(self, error: str, now: float) -> list[RequestDelta]:
         """Process the failure of the oldest step in flight as a whole: its requests end, all others

@@ -222,45 +222,11 @@ class EngineCore:
         if seed is None:
             self._num_unseeded += 1
             seed = derive_seed(self.config.seed, self._num_unseeded)
-        longest = max_length(self.config, request)
-        guesses = self.config.speculation is not None and params.speculation
-        guesses = guesses and request.pooling is None
-        salt = salt_of(self.config, request)
         siblings: list[Request] = []
         for index in indexes:
+            leader = siblings[0] if siblings and not resumed_by_index else None
             resumed = resumed_by_index.get(index)
-            output = [] if resumed is None else resumed.output_token_ids
-            scored = index == 0 and not output  # the log probabilities of the prompt come first
-            source = None if index else request.source  # siblings share the blocks of the first
-            if resumed is not None:
-                source = resumed.source
-            siblings.append(
-                Request(
-                    request_id=request.request_id,
-                    index=index,
-                    params=params if scored else params.without_prompt_logprobs(),
-                    token_ids=self._array([*prompt, *output]) if output else self._array(prompt),
-                    num_prompt_tokens=len(prompt),
-                    max_length=longest,
-                    stop_ids=_stop_ids(self.config, params),
-                    seed=derive_seed(seed, index) if resumed is None else resumed.seed,
-                    arrival=now,
-                    priority=request.priority,
-                    cache_salt=salt,
-                    deadline=request.deadline,
-                    pooling=request.pooling,
-                    second_text=request.second_text,
-                    tenant=request.tenant,
-                    adapter=self._slots.get(params.adapter, NO_ADAPTER),
-                    pins=request.pins,
-                    leader=siblings[0] if siblings and not resumed_by_index else None,
-                    lends=request.lends and index == 0,
-                    source=source,
-                    speculation=RequestSpeculation() if guesses else None,
-                )
-            )
-            if resumed is not None:
-                _resume(siblings[-1], resumed)
+            siblings.append(self._sibling(request, index, seed, leader, resumed, now))
         if searches:
             search = self._searches[request.request_id] = BeamSearch(siblings[0])
             siblings = search.requests
@@ -269,6 +235,54 @@ class EngineCore:
             # One by one, so that if one fails, those before it can still be ended.
             self._requests.setdefault(request.request_id, []).append(sibling)
         return seed
+
+    def _sibling(
+        self,
+        request: EngineRequest,
+        index: int,
+        seed: int,
+        leader: Request | None,
+        resumed: Handover | None,
+        now: float,
+    ) -> Request:
+        """Return one of the n completions of a request.
+
+        Args:
+            seed: of the first completion.
+            leader: the first completion, whose prompt it shares.
+            resumed: its state, if another engine began it.
+        """
+        params, prompt = request.params, request.prompt_token_ids
+        output = [] if resumed is None else resumed.output_token_ids
+        scored = index == 0 and not output  # the log probabilities of the prompt come first
+        source = None if index else request.source  # siblings share the blocks of the first
+        guesses = self.config.speculation is not None and params.speculation
+        sibling = Request(
+            request_id=request.request_id,
+            index=index,
+            params=params if scored else params.without_prompt_logprobs(),
+            token_ids=self._array([*prompt, *output]) if output else self._array(prompt),
+            num_prompt_tokens=len(prompt),
+            max_length=max_length(self.config, request),
+            stop_ids=_stop_ids(self.config, params),
+            seed=derive_seed(seed, index) if resumed is None else resumed.seed,
+            arrival=now,
+            priority=request.priority,
+            cache_salt=salt_of(self.config, request),
+            deadline=request.deadline,
+            pooling=request.pooling,
+            second_text=request.second_text,
+            tenant=request.tenant,
+            adapter=self._slots.get(params.adapter, NO_ADAPTER),
+            pins=request.pins,
+            leader=leader,
+            lends=request.lends and index == 0,
+            source=source if resumed is None else resumed.source,
+            speculation=RequestSpeculation() if guesses and request.pooling is None else None,
+        )
+        if resumed is not None:
+            _resume(sibling, resumed)
+        return sibling
 
     def free_slot(self, name: str) -> int:
         """Return a slot for another adapter, which no request uses.

@@ -157,14 +157,13 @@ def merge_views(views: Sequence[LiveView]) -> LiveView:
     ]
     rows = sorted(rows)[-MAX_STEPS:]
     total = sum(view.steps.first + len(view.steps.ended) for view in views)
-    lists = {"running": MAX_RUNNING, "waiting": MAX_WAITING, "finished": MAX_FINISHED}
     requests = {
         name: [
             replace(request, number=request.number * count + i)
             for i, view in enumerate(views)
             for request in getattr(view, name)
         ]
-        for name in lists
+        for name in ("running", "waiting", "finished")
     }
     requests["finished"].sort(key=lambda request: request.finished or 0.0)
     return LiveView(
