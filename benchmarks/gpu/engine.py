@@ -27,8 +27,7 @@ from kvik.model_files import model_files
 from kvik.worker.captures import GraphMemory
 from kvik.worker.graphs import Graph, StepOutput
 from kvik.worker.input_batch import InputBatch
-from kvik.worker.model_runner import ModelRunner
-from kvik.worker.participant import RunningStep
+from kvik.worker.model_runner import ModelRunner, RunningStep
 from kvik.worker.replays import DecodeGraphs
 from kvik.worker.worker import Worker
 

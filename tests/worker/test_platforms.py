@@ -15,8 +15,7 @@ from kvik.config.config import EngineConfig
 from kvik.core.plan import ModelRunnerOutput
 from kvik.launch import load_worker, resolve_config
 from kvik.worker import worker as workers
-from kvik.worker.model_runner import ModelRunner
-from kvik.worker.participant import RunningStep
+from kvik.worker.model_runner import ModelRunner, RunningStep
 from kvik.worker.platforms import ALIGNMENT, MARGIN, KVPool, inference_on, on_device
 from kvik.worker.worker import Worker
 

@@ -14,7 +14,7 @@ from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.worker.graphs import StepOutput
 from kvik.worker.input_batch import build_input_batch
-from kvik.worker.participant import RunningStep
+from kvik.worker.model_runner import RunningStep
 from kvik.worker.prompt_outputs import Pooling
 from kvik.worker.request_table import RequestTable
 from kvik.worker.step_inputs import AtOnce, FreshInputs

@@ -1,12 +1,12 @@
 """Computes plans with one model and its cache on one device.
 
 A step: `model_runner.py` applies the plan's diff to `request_table.py`, gathers `input_batch.py`,
-runs the forward, and hands the step to its participants (`participant.py`): `prompt_outputs.py`,
-`output_tokens.py`, `speculator.py`.
+runs the forward, and hands the step to its participants: `prompt_outputs.py`, `output_tokens.py`,
+`speculator.py`.
 
 Memory of inputs and results: `step_inputs.py` (fixed memory, copies from the device). Running the
-forward: `graphs.py` eagerly, `replays.py` from a recording, `captures.py` (what is
-captured when, and its memory), `warm_up.py`.
+forward: `graphs.py` eagerly, `replays.py` from a recording, `captures.py` (what is captured when,
+and its memory), `warm_up.py`.
 
 Sampling: `sampling_table.py` (parameters and state by slot), `logits_rules.py` and `dry.py` (rules
 on the host), `sampling_batch.py` (parameters for one step), `sampler.py` (logits to tokens).

@@ -21,7 +21,7 @@ from kvik.kernels.ops import Ops
 from kvik.kernels.upload import upload
 from kvik.worker.graphs import EngineNetwork, StepOutput
 from kvik.worker.input_batch import InputBatch
-from kvik.worker.participant import Participant, RunningStep
+from kvik.worker.model_runner import Participant, RunningStep
 from kvik.worker.rejection import Chains, CheckedDrafts, Trees
 from kvik.worker.request_table import Expected, RequestTable
 from kvik.worker.sampler import Sampled, Sampler, Tokens

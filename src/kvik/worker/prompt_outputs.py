@@ -15,7 +15,7 @@ from kvik.core.types import SCORE, TokenLogprobs
 from kvik.errors import describe
 from kvik.kernels.upload import upload
 from kvik.worker.graphs import EngineNetwork
-from kvik.worker.participant import Participant, RunningStep
+from kvik.worker.model_runner import Participant, RunningStep
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampler import Scores, score, to_host
 from kvik.worker.step_inputs import Arrival, Copies

@@ -25,7 +25,7 @@ from kvik.core.structured import TextMatcher
 from kvik.kernels.upload import upload
 from kvik.worker.adaptive import DraftControl, StepFigures
 from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
-from kvik.worker.participant import Participant, RunningStep
+from kvik.worker.model_runner import Participant, RunningStep
 from kvik.worker.rejection import Chains
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampling_batch import Guesses

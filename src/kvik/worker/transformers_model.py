@@ -30,7 +30,7 @@ from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.rope import MAX_POSITIONS
 from kvik.worker.graphs import Graph, StepOutput
 from kvik.worker.input_batch import InputBatch
-from kvik.worker.participant import Participant
+from kvik.worker.model_runner import Participant
 
 CACHES = ("past_key_values", "cache_params")  # arguments that hold the cache of a request
 # Names of the longest context in configurations.

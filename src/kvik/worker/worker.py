@@ -33,11 +33,10 @@ from kvik.worker.engine_cache import digest_of, fingerprints
 from kvik.worker.graphs import EngineNetwork
 from kvik.worker.group import EarlierStages, GiveBack, LoadAdapter, RankSetup
 from kvik.worker.loading import load_share
-from kvik.worker.model_runner import ModelRunner
+from kvik.worker.model_runner import ModelRunner, Participant, RunningStep
 from kvik.worker.output_tokens import OutputTokens
 from kvik.worker.page_copies import ProcessCopies, StreamCopies, own_pages
 from kvik.worker.page_mover import PageFolder, PageMover, Peers, TierParts
-from kvik.worker.participant import Participant, RunningStep
 from kvik.worker.pipeline import Pipeline, StageSteps
 from kvik.worker.platforms import inference_on, on_device, platform
 from kvik.worker.prompt_outputs import Pooling, PromptLogprobs
