@@ -80,8 +80,9 @@ def test_another_version_is_refused_by_name(listener) -> None:
 def test_a_missing_listener_is_one_error() -> None:
     with socket.create_server((HERE, 0)) as server:
         port = server.getsockname()[1]
-    with pytest.raises(LinkError, match=f"cannot reach {HERE}:{port}"):
-        connect(Address(HERE, port), TOKEN, Handshake("line", 0))
+    for host in (HERE, "no..name"):
+        with pytest.raises(LinkError, match=f"cannot reach {host}:{port}"):
+            connect(Address(host, port), TOKEN, Handshake("line", 0))
 
 
 def test_closing_ends_the_wait_of_another_thread(listener) -> None:

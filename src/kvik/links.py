@@ -118,6 +118,8 @@ def connect(address: Address, token: bytes, handshake: Handshake) -> Connection:
         peer = socket.create_connection((address.host, address.port), PROVING_SECONDS)
     except OSError as error:
         raise LinkError(f"cannot reach {where}: {error.strerror or error}") from None
+    except UnicodeError as error:
+        raise LinkError(f"cannot reach {where}: it is no host name ({error})") from None
     try:
         theirs, ours = _read(peer, NONCE), secrets.token_bytes(NONCE)
         peer.sendall(ours + _proof(token, b"connects", theirs, ours))

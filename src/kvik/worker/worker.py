@@ -77,16 +77,16 @@ class Worker:
     ) -> None:
         """
         Args:
-            replays: the plans were made before: loads are done at once, and no folder is changed.
-            computed: pages of other engines, for a replay. A worker with other engines in its
-                config reads them, another one stores its pages there.
+            copies: copies results to the host; None: the best choice for the device.
+            memory: for weights: [bytes] uint8 zeros; None: new memory.
+            grammars: of structured texts; None: there are none.
             setup: setup of the first process of a group that computes the layers; None: there is
                 no group.
             stages: the stages before this one, which is the last; None: there are none.
-            grammars: of structured texts; None: there are none.
-            copies: copies results to the host; None: the best choice for the device.
-            memory: for weights: [bytes] uint8 zeros; None: new memory.
             token: secret shared by engines that exchange pages; b"": there are none.
+            replays: the plans were made before: loads are done at once, and no folder is changed.
+            computed: pages of other engines, for a replay. A worker with other engines in its
+                config reads them, another one stores its pages there.
         """
         runner = config.runner
         self._grammars = grammars
