@@ -7,6 +7,7 @@ or network within `SILENT_SECONDS`.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import os
@@ -56,7 +57,10 @@ class LinkListener:
             port: 0: any free port.
         """
         self._token = token
-        self._socket = socket.create_server((host, port), backlog=64)
+        try:
+            self._socket = socket.create_server((host, port), backlog=64)
+        except UnicodeError as error:
+            raise OSError(errno.EINVAL, f"it is no host name: {error}") from None
         self.address = Address(*self._socket.getsockname()[:2])  # where it listens
 
     def accept(self, seconds: float) -> tuple[Handshake, Connection]:

@@ -259,7 +259,9 @@ def test_an_incompatible_engine_is_reported_once_and_retried(
         line.close()
 
 
-@pytest.mark.parametrize("where", ["192.0.2.1", "127.0.0.1:70000", "no-such-host.invalid"])
+@pytest.mark.parametrize(
+    "where", ["192.0.2.1", "127.0.0.1:70000", "no-such-host.invalid", "no..name"]
+)
 def test_an_address_of_another_machine_is_refused(where: str) -> None:
     with pytest.raises(ConfigError, match="kv_listen"):
         page_server_at(where, TOKEN, FINGERPRINT, Memory().page)
