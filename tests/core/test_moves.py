@@ -101,6 +101,19 @@ def test_the_end_of_a_request_does_not_wait_for_its_load(reason: FinishReason) -
     assert other.finished
 
 
+def test_plans_that_only_wait_for_a_load_are_no_steps() -> None:
+    sim = served()
+    sim.worker.tiers.at_once = False
+    (request,) = sim.add(PROMPT, 3)
+    steps = sim.scheduler.counters.steps
+    plans = [plan for _ in range(5) if (plan := sim.step()) is not None]
+    with_rows = sum(bool(plan.slots) for plan in plans)
+    assert sim.scheduler.counters.steps == steps + with_rows < steps + len(plans)
+    sim.worker.tiers.at_once = True
+    sim.drain()
+    assert request.finished
+
+
 def test_a_slow_load_is_abandoned_and_its_blocks_stay() -> None:
     sim = served()
     sim.worker.tiers.at_once = False

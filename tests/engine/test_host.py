@@ -509,7 +509,7 @@ def test_the_host_sends_heartbeats_during_a_long_prompt(monkeypatch):
         peer.add(request("a", [1] * 200))
         steps = []
         while not peer.deltas:
-            steps += [m.steps for m in peer.receive() if isinstance(m, Stepped)]
+            steps += [m.plans for m in peer.receive() if isinstance(m, Stepped)]
         assert len(steps) >= 4
         assert steps == sorted(set(steps))
 

@@ -120,7 +120,7 @@ def through(message: msgspec.Struct, decoder: msgspec.msgpack.Decoder) -> object
 @given(st.lists(st.sampled_from(DELTAS), max_size=6))
 def test_deltas_survive_a_round_trip(deltas):
     message = through(stepped(17, True, deltas), wire.from_engine)
-    assert (message.steps, message.waits) == (17, True)
+    assert (message.plans, message.waits) == (17, True)
     arrived = message.deltas()
     assert sorted(map(repr, arrived)) == sorted(map(repr, deltas))
     for request_id in {delta.request_id for delta in deltas}:

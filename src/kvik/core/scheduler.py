@@ -129,6 +129,7 @@ class Scheduler:
         # Between the cache and its tiers; None: it has none.
         self.moves = Moves(self.kv, config.max_num_seqs) if cache.tiers is not None else None
         self.in_flight: deque[Step] = deque()  # planned steps without a result, oldest first
+        self.num_plans = 0  # made since the start, those without rows included
         self.more_expected = True  # more requests may arrive, so a batch may wait for them
         self._num_added = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -227,7 +228,7 @@ class Scheduler:
         """Plan the next step; None: there is nothing to compute or to move."""
         self._expire(now)
         plan = SchedulerOutput(
-            self.counters.steps,
+            self.num_plans,
             [],
             [],
             [],
@@ -261,6 +262,7 @@ class Scheduler:
         self._freed_slots = []
         self._state_copies = []
         self.in_flight.append(step)
+        self.num_plans += 1
         self.counters.steps += 1
         self.counters.rows += len(plan.slots)
         self.counters.scheduled_tokens += step.num_tokens
@@ -277,7 +279,7 @@ class Scheduler:
             return None
         step.plan = replace(plan, freed_slots=[], state_copies=[])  # left for a later plan
         self.in_flight.append(step)
-        self.counters.steps += 1
+        self.num_plans += 1
         return step.plan
 
     def _schedule_decodes(self, step: Step, reserved: int) -> tuple[int, list[Request]]:
@@ -626,7 +628,7 @@ class Scheduler:
     @property
     def _oldest_step(self) -> int:
         """The number of the oldest step without a result, or of the next one."""
-        return self.in_flight[0].plan.step if self.in_flight else self.counters.steps
+        return self.in_flight[0].plan.step if self.in_flight else self.num_plans
 
     @staticmethod
     def _leader_is_busy(request: Request) -> bool:

@@ -52,7 +52,7 @@ MAX_SIZES = 32
 class SchedulerCounters:
     """Totals of the scheduler since the start."""
 
-    steps: int = 0
+    steps: int = 0  # plans with rows
     rows: int = 0  # requests, each counted in every step that computes for it
     scheduled_tokens: int = 0
     delivered_tokens: int = 0

@@ -362,27 +362,27 @@ class EngineHost:
 
     def _send(self, deltas: Sequence[RequestDelta], waits: bool) -> None:
         self._last_sent = self._loop.clock()
-        steps = self._loop.core.scheduler.counters.steps
+        plans = self._loop.core.scheduler.num_plans
         if any(delta.prompt_logprobs for delta in deltas):
             for delta in deltas:
                 for part in split_logprobs(delta):
-                    self._socket.send(self._encoded_alone(steps, waits, part))
+                    self._socket.send(self._encoded_alone(plans, waits, part))
             return
         try:
-            data = frame(stepped(steps, waits, deltas))
+            data = frame(stepped(plans, waits, deltas))
         except Exception:
-            data = b"".join(self._encoded_alone(steps, waits, delta) for delta in deltas)
+            data = b"".join(self._encoded_alone(plans, waits, delta) for delta in deltas)
         self._socket.send(data)
 
-    def _encoded_alone(self, steps: int, waits: bool, delta: RequestDelta) -> bytes:
+    def _encoded_alone(self, plans: int, waits: bool, delta: RequestDelta) -> bytes:
         try:
-            return frame(stepped(steps, waits, [delta]))
+            return frame(stepped(plans, waits, [delta]))
         except Exception as error:
             if delta.finish_reason is None:
                 self._end(delta.request_id, delta.index, FinishReason.ERROR, _message(error))
             now = self._loop.clock()
             last = last_deltas(delta.request_id, [delta.index], now, _message(error))
-            return frame(stepped(steps, waits, last))
+            return frame(stepped(plans, waits, last))
 
 
 def host_engine(load: Callable[[], EngineLoop], line: HostSocket, *, reports: bool = False) -> bool:

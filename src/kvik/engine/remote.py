@@ -184,7 +184,7 @@ class EngineLink:
         self._stats = self._new
         self._ended: list[EngineStats] = []  # counters of all engines that have ended, as one
         self._socket: ClientSocket | None = None
-        self._steps = 0
+        self._plans = 0
         # Counter that is 0 until an engine was ready, and grows while the engine makes progress or
         # has a reason to wait.
         self.signs_of_life = 0
@@ -286,7 +286,7 @@ class EngineLink:
         Args:
             start: first message, for an engine that does not know what to load.
         """
-        self._steps = 0
+        self._plans = 0
         self.step_limit = None
         self._socket = ClientSocket(sock, self._take, self._lost)
         if start is not None:
@@ -325,8 +325,8 @@ class EngineLink:
         lost: Lost | None = None
         for message in messages:
             if isinstance(message, Stepped):
-                if message.steps != self._steps or message.waits:
-                    self._steps = message.steps
+                if message.plans != self._plans or message.waits:
+                    self._plans = message.plans
                     self.signs_of_life += 1
                 deltas += message.deltas()
             elif isinstance(message, Report):

@@ -119,7 +119,7 @@ class Stepped(msgspec.Struct, array_like=True, tag="stepped"):
     precede `rows`.
     """
 
-    steps: int  # planned since the engine started; it grows while the engine makes progress
+    plans: int  # made since the engine started; it grows while the engine makes progress
     waits: bool  # requests wait because the policy waits for more of them
     ids: Sequence[str] = ()  # of the deltas that have only tokens
     indexes: Sequence[int] = ()  # likewise
@@ -164,7 +164,7 @@ engine_request = msgspec.msgpack.Decoder(EngineRequest)
 encode = msgspec.msgpack.Encoder().encode
 
 
-def stepped(steps: int, waits: bool, deltas: Sequence[RequestDelta]) -> Stepped:
+def stepped(plans: int, waits: bool, deltas: Sequence[RequestDelta]) -> Stepped:
     """Make a message of deltas: columns for those that have only tokens, and rows."""
     ids: list[str] = []
     indexes: list[int] = []
@@ -172,14 +172,14 @@ def stepped(steps: int, waits: bool, deltas: Sequence[RequestDelta]) -> Stepped:
     rows: list[RequestDelta] = []
     for delta in deltas:
         if delta.prompt_logprobs is not None:  # these must stay before the first token
-            return Stepped(steps, waits, rows=deltas)
+            return Stepped(plans, waits, rows=deltas)
         if delta.finish_reason is None and delta.logprobs is None and delta.prompt is None:
             ids.append(delta.request_id)
             indexes.append(delta.index)
             tokens.append(delta.token_ids)
         else:
             rows.append(delta)
-    return Stepped(steps, waits, ids, indexes, tokens, rows)
+    return Stepped(plans, waits, ids, indexes, tokens, rows)
 
 
 def split_logprobs(delta: RequestDelta) -> Iterator[RequestDelta]:
