@@ -7,7 +7,6 @@ import io
 import json
 import socket
 from io import StringIO
-from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +16,7 @@ from helpers.commands import Command
 from helpers.engine_frames import engine_frame, live_request
 from helpers.fake_server import FakeServer, Received, Reply
 from helpers.http_server import ask
+from helpers.on_terminal import OnTerminal
 from helpers.story_site import Site, site_fixture, story_site
 from rich.console import Console, RenderableType
 
@@ -115,7 +115,11 @@ def test_invalid_answers(status: int, body: object, message: str) -> None:
 
 def test_it_continues_while_the_server_is_unreachable() -> None:
     answers: list[Any] = [KvikError("url", "gone"), {"n": 2}, KvikError("url", "again")]
-    rests: list[None] = []
+    rests: list[bool] = []
+
+    def leaves() -> bool:
+        rests.append(False)
+        return len(rests) > 3
 
     def ask_next() -> Any:
         answer = answers.pop(0)
@@ -123,14 +127,28 @@ def test_it_continues_while_the_server_is_unreachable() -> None:
             raise answer
         return answer
 
-    seen = list(islice(frames(ask_next, {"n": 1}, lambda: rests.append(None)), 4))
+    seen = list(frames(ask_next, {"n": 1}, leaves))
     assert seen == [
         ({"n": 1}, ""),
         ({"n": 1}, "url: gone"),
         ({"n": 2}, ""),
         ({"n": 2}, "url: again"),
     ]
-    assert len(rests) == 3
+    assert not answers
+
+
+@pytest.mark.parametrize("keys", ["q", "xQ"])
+def test_a_key_leaves(keys: str) -> None:
+    """It needs no Enter, nor the end of the pause between frames."""
+    with (
+        FakeServer(lambda request: Reply([json.dumps(engine_frame()).encode()])) as fake,
+        OnTerminal("top", "--url", fake.url, "--interval", "30") as terminal,
+    ):
+        for key in keys:
+            terminal.wait_for("queue:")
+            terminal.type(key)
+        code, rest = terminal.finish()
+        assert code == 0 and "\x1b[?1049l" in rest
 
 
 def test_ctrl_c_restores_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import select
+import sys
+import termios
 import time
+import tty
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from typing import Any
 
@@ -240,7 +245,7 @@ MIN_ROWS = 3
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser("top", "[--url URL]", "Watch a running server. Ctrl-C leaves.")
+    parser = Parser("top", "[--url URL]", "Watch a running server. q and Ctrl-C leave.")
     parser.add_argument(
         "--url", default="http://127.0.0.1:8000", help="URL of the server (default: %(default)s)"
     )
@@ -270,12 +275,40 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     with (
         suppress(KeyboardInterrupt),
+        pressed_keys() as leaves,
         Live(console=console, screen=True, auto_refresh=False) as live,
     ):
-        for frame, trouble in frames(lambda: ask(server), first, lambda: time.sleep(interval)):
+        for frame, trouble in frames(lambda: ask(server), first, lambda: leaves(interval)):
             rows = max(MIN_ROWS, console.height - LINES_ABOVE)
             live.update(picture(frame, console.width, rows, trouble), refresh=True)
     return 0
+
+
+def sleeps(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+@contextmanager
+def pressed_keys() -> Iterator[Callable[[float], bool]]:
+    """Take keys without Enter and without echo until the block ends; yield leaves(seconds), which
+    waits for a key that long and returns whether it was q."""
+    if not sys.stdin.isatty():
+        yield sleeps
+        return
+    keyboard = sys.stdin.fileno()
+
+    def leaves(seconds: float) -> bool:
+        ready, _, _ = select.select([keyboard], [], [], seconds)
+        keys = os.read(keyboard, 1024) if ready else b" "
+        return not keys or b"q" in keys.lower()  # no keys: the terminal hung up
+
+    before = termios.tcgetattr(keyboard)
+    tty.setcbreak(keyboard)
+    try:
+        yield leaves
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSAFLUSH, before)
 
 
 def ask(server: RemoteServer) -> Frame:
@@ -313,13 +346,15 @@ def read(status: int, body: bytes) -> Frame:
 
 
 def frames(
-    ask: Callable[[], Frame], first: Frame, rest: Callable[[], None]
+    ask: Callable[[], Frame], first: Frame, leaves: Callable[[], bool]
 ) -> Iterator[tuple[Frame, str]]:
-    """Yield, forever, the last frame and the reason why there is no newer one ("" if there is)."""
+    """Yield, until the user leaves, the last frame and the reason why there is no newer one ("" if
+    there is)."""
     frame, trouble = first, ""
     while True:
         yield frame, trouble
-        rest()
+        if leaves():
+            return
         try:
             frame, trouble = ask(), ""
         except KvikError as error:
