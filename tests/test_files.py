@@ -1,4 +1,4 @@
-"""Files are written whole or not at all."""
+"""Files are written whole or not at all; those that people write may have a byte order mark."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from starlette.datastructures import Headers
 
+from kvik.config.config import EngineConfig
+from kvik.config.env import read_option_file
 from kvik.files import (
     DRAFT,
     can_write,
@@ -20,6 +24,10 @@ from kvik.files import (
     writing_whole,
     writing_whole_folder,
 )
+from kvik.planner.devices import read_device
+from kvik.remote_server import RemoteServer
+from kvik.server.access import read_keys
+from kvik.text.tokenizer import read_template
 
 
 def test_a_file_is_written_with_the_permissions_of_any_new_one(tmp_path: Path) -> None:
@@ -193,3 +201,35 @@ def test_the_old_folder_is_kept_until_the_new_one_exists(
         with writing_whole_folder(path):
             pass
     assert list(tmp_path.iterdir()) == [path]
+
+
+DEVICE = 'kind = "cpu"\nmemory = 1\nbandwidth = 1.0\nrates = {fp32 = 1.0}\n'
+READERS: dict[str, tuple[str, Callable[[Path], Any], Any]] = {
+    "keys of a server": (
+        "sesame",
+        lambda file: read_keys([], str(file)).caller(Headers({"x-api-key": "sesame"})) is not None,
+        True,
+    ),
+    "key of a client": (
+        "sesame",
+        lambda file: RemoteServer.at("http://a", f"@{file}").key,
+        "sesame",
+    ),
+    "options": (
+        "max-model-len = 64",
+        lambda file: read_option_file(str(file))[EngineConfig],
+        {"max_model_len": 64},
+    ),
+    "hardware": (DEVICE, lambda file: read_device(file).memory, 1),
+    "chat template": ("{{ messages }}", lambda file: read_template(str(file)), "{{ messages }}"),
+}
+
+
+@pytest.mark.parametrize(("text", "read", "expected"), READERS.values(), ids=READERS)
+def test_a_byte_order_mark_is_no_text(
+    text: str, read: Callable[[Path], Any], expected: object, tmp_path: Path
+) -> None:
+    """Editors and shells of Windows begin files with one."""
+    file = tmp_path / "written.toml"
+    file.write_text(text, "utf-8-sig")
+    assert read(file) == expected

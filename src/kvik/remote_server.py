@@ -77,7 +77,7 @@ def _read_key(text: str) -> str:
     key = text
     if text.startswith("@"):
         try:
-            key = Path(text[1:]).read_text(encoding="utf-8").strip()
+            key = Path(text[1:]).read_text(encoding="utf-8-sig").strip()
         except (OSError, ValueError):  # ValueError: no text, or no name of a file
             raise ConfigError("api_key", f"cannot be read from {shown(text[1:])}") from None
     return key

@@ -101,7 +101,10 @@ def test_text_is_flushed_as_it_is_generated(
     assert len(set(Pipe.pieces)) >= 6
 
 
-@pytest.mark.parametrize(("data", "prompt"), [(b"The fox\n", "The fox"), (b"A\n\n", "A\n")])
+@pytest.mark.parametrize(
+    ("data", "prompt"),
+    [(b"The fox\n", "The fox"), (b"\xef\xbb\xbfThe fox", "The fox"), (b"A\n\n", "A\n")],
+)
 def test_a_dash_reads_standard_input(
     data: bytes,
     prompt: str,

@@ -180,7 +180,7 @@ def _read_standard_input() -> str:
     if len(data) > MAX_PROMPT_BYTES:
         raise ParamError("prompt", f"must be at most {MAX_PROMPT_BYTES >> 20} MiB")
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ParamError("prompt", "must be UTF-8 text") from None
     return text.removesuffix("\n")  # the line end that `echo` adds

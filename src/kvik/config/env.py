@@ -96,7 +96,7 @@ def read_option_file(path: str) -> dict[type, dict[str, Any]]:
         ConfigError: the file cannot be read, is not TOML, or has an unknown key or a wrong value.
     """
     try:
-        values = tomllib.loads(Path(path).expanduser().read_text("utf-8"))
+        values = tomllib.loads(Path(path).expanduser().read_text("utf-8-sig"))
     except OSError as error:
         raise ConfigError("config", f"{path!r} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -330,7 +330,7 @@ def read_device(path: Path) -> Device:
     """
     where = f"hardware {path.name}"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         table = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except OSError as error:
         raise ConfigError(where, f"cannot be read ({error.strerror})") from None

@@ -111,7 +111,7 @@ def read_keys(texts: Sequence[str], file: str | None = None) -> Keys:
 def _of_file(file: str) -> tuple[list[Key], bool]:
     """Return the keys of a file, and whether one of them has a name."""
     try:
-        lines = Path(file).expanduser().read_text("utf-8").splitlines()
+        lines = Path(file).expanduser().read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError("api_key_file", f"{file!r} cannot be read: {reason}") from None

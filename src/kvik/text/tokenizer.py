@@ -312,7 +312,7 @@ def read_template(file: str) -> str:
 
 def _read_text(path: Path) -> str:
     try:
-        return _read(path, MAX_TEMPLATE_BYTES).decode()
+        return _read(path, MAX_TEMPLATE_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ModelError(path.name, "must be UTF-8 text") from None
 
