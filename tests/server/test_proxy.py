@@ -400,6 +400,10 @@ def test_a_stored_response_is_continued_where_it_is():
                 more = {**body, "previous_response_id": last}
                 reply = ask(front, "POST", "/v1/responses", more)
                 assert reply.status == 200, reply.body
+                num_tokens = reply.json["usage"]["input_tokens"]
+                more = {"input": "Hi", "previous_response_id": last}
+                count = ask(front, "POST", "/v1/responses/input_tokens", more)
+                assert count.json["input_tokens"] == num_tokens, count.body
                 named = {"type": "item_reference", "id": reply.json["output"][0]["id"]}
                 reply = ask(front, "POST", "/v1/responses", {**body, "input": [named]})
                 assert reply.status == 200, reply.body
@@ -409,7 +413,7 @@ def test_a_stored_response_is_continued_where_it_is():
             assert home.parts.stored.find("", last)
             assert ask(front, "DELETE", f"/v1/responses/{last}").json["deleted"] is True
             assert ask(front, "GET", f"/v1/responses/{last}").status == 404
-            reply = ask(front, "POST", "/v1/responses", {**more, "previous_response_id": last})
+            reply = ask(front, "POST", "/v1/responses", {**body, "previous_response_id": last})
             assert reply.error["code"] == "previous_response_not_found"
 
 

@@ -67,7 +67,6 @@ MAX_COMPARED = 64  # characters of an unknown path
 BATCHES = "kvik generate --prompts FILE answers a batch file"
 # What the paths of OpenAI's and Anthropic's APIs that this server lacks begin with -> what to do.
 ABSENT: Mapping[str, str] = {
-    "/v1/responses/input_tokens": "/tokenize and /v1/messages/count_tokens count tokens",
     "/v1/responses/compact": RESPONSES_KEPT,
     "/v1/conversations": RESPONSES_KEPT,
     "/v1/chat/completions/": NOTHING_KEPT,

@@ -485,7 +485,6 @@ def test_what_is_not_stored_is_not_found_and_says_what_to_do(locked: Site, base:
         ("POST", "/conversations", "previous_response_id"),
         ("GET", "/conversations/conv_1/items", "previous_response_id"),
         ("GET", "/chat/completions/chatcmpl-1", "send all of it"),
-        ("POST", "/responses/input_tokens", "tokenize"),
         ("POST", "/batches", "kvik generate"),
     ):
         missing = ask(locked.server, method, f"{base}{path}", {}, **KEY)

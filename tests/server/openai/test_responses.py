@@ -241,6 +241,36 @@ def test_what_is_refused(client: openai.OpenAI, body: dict[str, Any], param: str
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"instructions": "Be brief.", "reasoning": {"effort": "low"}},
+        {"tools": [NOTE], "truncation": "auto"},
+        {"tools": [FUNCTION], "tool_choice": "none", "parallel_tool_calls": False},
+        {"input": [{"role": "user", "content": ASKED}, {"role": "assistant", "content": "No."}]},
+    ],
+)
+def test_tokens_are_counted_as_they_are_used(client: openai.OpenAI, changes: Any) -> None:
+    count = client.responses.input_tokens.count(**{"input": ASKED, "model": "stories", **changes})
+    assert count.input_tokens == ask(client, **changes).usage.input_tokens
+    assert count.object == "response.input_tokens"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": ASKED, "conversation": "conv_1"}, "conversation"),
+        ({"input": ASKED, "tool_choice": "required"}, "tool_choice"),
+        ({"input": "Is " * 3000}, "input"),
+    ],
+)
+def test_what_cannot_be_counted(client: openai.OpenAI, body: Any, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.input_tokens.count(model="stories", **body)
+    assert caught.value.param == param
+
+
 def test_fields_without_effect_are_reported(site: Site) -> None:
     body = {
         "input": ASKED,

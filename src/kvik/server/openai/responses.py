@@ -105,19 +105,26 @@ class ReasoningOptions(Struct, kw_only=True):
     summary: Any = None
 
 
-class ResponsesRequest(TreatmentFields, kw_only=True):
-    """A conversation to answer."""
+class ConversationRequest(TreatmentFields, kw_only=True):
+    """A conversation as a prompt."""
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
     model: Name | None = None
     previous_response_id: Name | None = None
-    store: bool | None = None
     instructions: str | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
+
+    truncation: Any = None  # does not affect the answer
+
+
+class ResponsesRequest(ConversationRequest, kw_only=True):
+    """A conversation to answer."""
+
+    store: bool | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -130,18 +137,20 @@ class ResponsesRequest(TreatmentFields, kw_only=True):
     safety_identifier: Any = None
     service_tier: Any = None
     stream_options: Any = None
-    truncation: Any = None
     user: Any = None
 
 
+NOT_KEPT: Table = {
+    "conversation": ((), RESPONSES_KEPT),
+    "prompt": ((), "the server keeps no prompts"),
+}
 UNHONOURED: Table = {
     **SAMPLING,
+    **NOT_KEPT,
     **missing(ResponsesRequest.__struct_fields__, "text.format"),
     **limited_by("max_output_tokens"),
     "reasoning_effort": ((), "give reasoning.effort"),
-    "conversation": ((), RESPONSES_KEPT),
     "background": ((False,), "a response ends when its client disconnects"),
-    "prompt": ((), "the server keeps no prompts"),
     "max_tool_calls": ((), "the server calls no tools"),
     "top_logprobs": ((0,), "log probabilities are for /v1/chat/completions"),
 }
@@ -156,7 +165,7 @@ CUSTOM = {
 }
 
 
-def input_items(body: ResponsesRequest) -> list[InputItem]:
+def input_items(body: ConversationRequest) -> list[InputItem]:
     """Return the input of a body as items."""
     if isinstance(body.input, str):
         return [InputItem(type="message", role="user", content=body.input)]
@@ -164,7 +173,7 @@ def input_items(body: ResponsesRequest) -> list[InputItem]:
 
 
 def response_messages(
-    body: ResponsesRequest, earlier: Sequence[InputItem] = ()
+    body: ConversationRequest, earlier: Sequence[InputItem] = ()
 ) -> list[ChatMessage]:
     """Return the messages of a body as chat messages.
 
@@ -226,7 +235,7 @@ def prompt_name(namespace: str | None, name: str | None) -> str:
     return f"{namespace.removesuffix('__')}__{name}"[-MAX_NAME:]
 
 
-def named_tools(body: ResponsesRequest) -> Iterator[tuple[str | None, ResponseTool]]:
+def named_tools(body: ConversationRequest) -> Iterator[tuple[str | None, ResponseTool]]:
     """Yield the tools of a body, each with its namespace."""
     for tool in body.tools or ():
         if tool.type == "namespace":
@@ -235,7 +244,7 @@ def named_tools(body: ResponsesRequest) -> Iterator[tuple[str | None, ResponseTo
             yield None, tool
 
 
-def response_tools(body: ResponsesRequest, texts: Texts) -> tuple[ToolUse | None, list[str]]:
+def response_tools(body: ConversationRequest, texts: Texts) -> tuple[ToolUse | None, list[str]]:
     """Return the tools of a body (None without tools), and the names of ignored tool fields.
 
     Raises:
@@ -374,17 +383,7 @@ async def responses(server: Server, request: Request, body: ResponsesRequest) ->
     model, defaults = server.served(body.model)
     tenant = caller_of(request).tenant
     texts = server.texts.of(tenant)
-    sent = body.input
-    if isinstance(sent, list) and any(map(_refers, sent)):
-        body.input = [_referred(server, tenant, i, item) for i, item in enumerate(sent)]
-    previous, earlier = None, list[InputItem]()
-    if body.previous_response_id is not None:
-        previous = _stored(server, tenant, body.previous_response_id, "previous_response_id")
-        earlier = await offload(previous.total_size >> 8, partial(_conversation, previous))
     server.generations.check_capacity(tenant, 1)
-    use, ignored = response_tools(body, texts)
-    context = context_of(request)
-    context.ignore(ignored)
     fields = {
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -394,16 +393,8 @@ async def responses(server: Server, request: Request, body: ResponsesRequest) ->
     changes: dict[str, Any] = {k: value for k, value in fields.items() if value is not None}
     changes["max_tokens"] = body.max_output_tokens or own_limit(defaults)
     params = defaults.with_changes(**changes)
-    if body.text is not None and body.text.verbosity not in (None, "medium"):
-        context.ignore(["text.verbosity"])
-    effort = None if body.reasoning is None else body.reasoning.effort
-    chat = ChatRequest(messages=response_messages(body, earlier))
-    if effort is not None and texts.form.thinks:
-        chat.chat_template_kwargs = effort_variables(effort, texts.form, None)
-    elif effort not in (None, "none"):  # agents send it to every model
-        context.ignore(["reasoning.effort"])
-    with rename_fields(messages="input"):
-        prompt = await conversation_text(texts, chat.messages, chat, use)
+    sent = body.input
+    previous, use, prompt = await _prompt(server, request, body)
     stored, keep = StoredResponse(server.stored.new_id(), previous), None
     if server.stored.max_bytes and body.store is not False:
         items = input_items(body)
@@ -424,6 +415,55 @@ async def responses(server: Server, request: Request, body: ResponsesRequest) ->
         (generation,) = await start_all(server, request, [prepared], stream=body.stream)
     form = ResponseEvents(model, body, params, answer, stored.id, keep)
     return await generation_response(request, [generation], form, body.stream)
+
+
+async def _prompt(
+    server: Server, request: Request, body: ConversationRequest
+) -> tuple[StoredResponse | None, ToolUse | None, str]:
+    """Return the response that a body continues, its tools and the text of its prompt; replace
+    references in its input by what they refer to. A response header lists what is ignored."""
+    tenant = caller_of(request).tenant
+    texts = server.texts.of(tenant)
+    if isinstance(body.input, list) and any(map(_refers, body.input)):
+        body.input = [_referred(server, tenant, i, item) for i, item in enumerate(body.input)]
+    previous, earlier = None, list[InputItem]()
+    if body.previous_response_id is not None:
+        previous = _stored(server, tenant, body.previous_response_id, "previous_response_id")
+        earlier = await offload(previous.total_size >> 8, partial(_conversation, previous))
+    use, ignored = response_tools(body, texts)
+    context = context_of(request)
+    context.ignore(ignored)
+    if body.text is not None and body.text.verbosity not in (None, "medium"):
+        context.ignore(["text.verbosity"])
+    effort = None if body.reasoning is None else body.reasoning.effort
+    chat = ChatRequest(messages=response_messages(body, earlier))
+    if effort is not None and texts.form.thinks:
+        chat.chat_template_kwargs = effort_variables(effort, texts.form, None)
+    elif effort not in (None, "none"):  # agents send it to every model
+        context.ignore(["reasoning.effort"])
+    with rename_fields(messages="input"):
+        return previous, use, await conversation_text(texts, chat.messages, chat, use)
+
+
+class InputTokens(Struct, kw_only=True):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+@post(
+    "/v1/responses/input_tokens",
+    NOT_KEPT,
+    answer=InputTokens,
+    note="How many tokens a conversation has as a prompt.",
+)
+async def input_tokens(server: Server, request: Request, body: ConversationRequest) -> Response:
+    """Count the tokens that a conversation would have as a prompt."""
+    server.served(body.model)
+    texts = server.texts.of(caller_of(request).tenant)
+    _, _, prompt = await _prompt(server, request, body)
+    with rename_fields(prompt="input"):
+        ids = await texts.encode(prompt, add_special_tokens=False)
+    return json_response(InputTokens(input_tokens=len(ids)))
 
 
 def _stored(server: Server, tenant: str, response_id: str, param: str) -> StoredResponse:
@@ -780,4 +820,4 @@ def _status(output: RequestOutput) -> str:
     return "incomplete" if output.outputs[0].finish_reason == "length" else "completed"
 
 
-routes = routes_of(responses, stored_response, deletion, cancellation, item_page)
+routes = routes_of(responses, input_tokens, stored_response, deletion, cancellation, item_page)
