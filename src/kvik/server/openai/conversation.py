@@ -215,16 +215,16 @@ def _plain(message: ChatMessage) -> dict[str, object]:
         raise ParamError("messages", "of role 'tool' need a tool_call_id")
     if message.tool_calls and message.role != "assistant":
         raise ParamError("messages", "may have tool_calls only in those of role 'assistant'")
+    thought = message.reasoning if message.reasoning_content is None else message.reasoning_content
     content = message.refusal if message.content is None else message.content
-    if content is None and message.tool_calls:
-        content = ""
+    if content is None and (message.tool_calls or thought is not None):
+        content = ""  # other servers give null for an answer that was cut off in its thought
     plain: dict[str, object] = {
         "role": _TEMPLATE_ROLES.get(message.role, message.role),
         "content": _text(content),
     }
     if message.tool_calls:
         plain["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
-    thought = message.reasoning if message.reasoning_content is None else message.reasoning_content
     optional = {
         "name": message.name,
         "reasoning_content": thought,
