@@ -124,16 +124,17 @@ def test_empty_keys_do_not_make_an_open_server(text: str) -> None:
         environment_options({"KVIK_API_KEY": text}, ServerConfig)
 
 
-def test_service_variables_of_kubernetes_are_ignored() -> None:
+@pytest.mark.parametrize("service", ["KVIK", "KVIK_ROUTER", "KVIK_ADMIN", "KVIK_7B_CHAT"])
+def test_service_variables_of_kubernetes_are_ignored(service: str) -> None:
     environ = {
-        "KVIK_SERVICE_HOST": "10.0.0.1",
-        "KVIK_SERVICE_PORT": "80",
-        "KVIK_SERVICE_PORT_HTTP": "80",
-        "KVIK_PORT": "tcp://10.0.0.1:80",
-        "KVIK_PORT_80_TCP": "tcp://10.0.0.1:80",
-        "KVIK_PORT_80_TCP_PROTO": "tcp",
-        "KVIK_PORT_80_TCP_PORT": "80",
-        "KVIK_PORT_80_TCP_ADDR": "10.0.0.1",
+        f"{service}_SERVICE_HOST": "10.0.0.1",
+        f"{service}_SERVICE_PORT": "80",
+        f"{service}_SERVICE_PORT_HTTP": "80",
+        f"{service}_PORT": "tcp://10.0.0.1:80",
+        f"{service}_PORT_80_TCP": "tcp://10.0.0.1:80",
+        f"{service}_PORT_80_TCP_PROTO": "tcp",
+        f"{service}_PORT_80_TCP_PORT": "80",
+        f"{service}_PORT_80_TCP_ADDR": "10.0.0.1",
     }
     assert environment_options(environ) == {}
     assert environment_options(environ, ServerConfig) == {}

@@ -30,9 +30,11 @@ OWNERS = {one.name: (kind, one) for kind in KINDS for one in options_of(kind)}
 OTHERS = {one.name: (EngineConfig, one) for one in synonym_options()}  # names of other engines
 PREFIX = "KVIK_"
 VARIABLES = {PREFIX + name.upper(): owner for name, owner in OWNERS.items()}
-# Variables that Kubernetes sets in pods for a service named kvik, such as
+# Variables that Kubernetes sets in pods for services named kvik or kvik-NAME, such as
 # KVIK_PORT=tcp://10.0.0.1:80.
-SERVICE_LINK = re.compile(r"KVIK_(SERVICE|PORT_\d+)_\w+=.*|KVIK_PORT=\w+://.*", re.DOTALL)
+SERVICE_LINK = re.compile(
+    r"KVIK_(\w+_)?((SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_\w+)=.*|PORT=\w+://.*)", re.DOTALL
+)
 
 
 def environment_options(
