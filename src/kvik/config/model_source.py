@@ -163,6 +163,8 @@ def _download(hub_id: str, files: tuple[str, ...], revision: str | None = None) 
             message = f"{shown(revision)} is not a branch, tag or commit of {hub_id}"
             raise ConfigError("revision", message) from None
         reason = _hub_reason(error)
+    except RuntimeError:  # of pathlib
+        reason = "could not be downloaded (no home folder has a cache of the hub): set HF_HOME"
     raise ModelError("model", f"{shown(hub_id)} {reason}")
 
 
@@ -226,5 +228,6 @@ def _hub_reason(error: Exception) -> str:
             "is not a folder here and not in the hub's cache, and HF_HUB_OFFLINE forbids a download"
         )
     if isinstance(error, OSError) and error.strerror:  # of the disk
-        return f"could not be downloaded ({error.strerror})"
+        where = "" if error.filename is None else f": {str(error.filename)!r}; set HF_HOME"
+        return f"could not be downloaded ({error.strerror}{where})"
     return "is not a folder here, and the hub cannot be reached: check the network"
