@@ -164,7 +164,7 @@ def add_model(
             nargs="?" if shown else None,
             metavar=None if shown else "MODEL",
             default=argparse.SUPPRESS,
-            help=f"{kinds} (default: bundled)" if shown else "the same as the argument",
+            help=f"{kinds} (default: '', the bundled one)" if shown else "the same as the argument",
         )
 
 

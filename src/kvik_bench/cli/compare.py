@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="*",
         default=[],
         metavar="MODEL",
-        help="folders or hub ids (default: bundled)",
+        help="folders or hub ids (default: '', the bundled model)",
     )
     group = parser.add_argument_group("the first model in other formats")
     group.add_argument(
