@@ -168,6 +168,7 @@ void attend_rows(const Unit<RegisterPairs>& unit, const bf16* q, const uint64_t*
     const int64_t stride = Record::size(unit.value_dim);
     register_scores(unit, q, scores, ahead);
     ahead.fetch(ahead.share(4));
+    if (unit.adjusts()) adjust_scores(unit, scores, rows);
     for (int64_t r = 0; r < rows; r += paged::kRows) {
         float* record = records + r * stride;
         switch (rows - r) {

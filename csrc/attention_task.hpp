@@ -96,7 +96,7 @@ public:
         const int64_t packed_rows = packings * rows + Format::kRows;
         const int64_t path_bytes = a.tree ? 2 * kTile * (a.head_dim * int64_t(sizeof(Stored)) + 2) : 0;
         return rows * (2 * Record::size(a.value_dim) * int64_t(sizeof(float)) +
-                       int64_t(sizeof(uint64_t))) +
+                       int64_t(sizeof(uint64_t) + sizeof(Bias))) +
                packed_rows * a.head_dim * int64_t(sizeof(Factor)) +
                2 * kTile * a.head_dim * int64_t(sizeof(Cache)) + path_bytes + 64;
     }
@@ -114,7 +114,8 @@ public:
         factors = reinterpret_cast<Factor*>(values + kTile * a.head_dim);
         sink_factors = a.sink_q ? factors + rows * a.head_dim : factors;
         visible = reinterpret_cast<uint64_t*>(sink_factors + rows * a.head_dim);
-        path_keys = reinterpret_cast<Stored*>(visible + rows);
+        biases = reinterpret_cast<Bias*>(visible + rows);
+        path_keys = reinterpret_cast<Stored*>(biases + rows);
         path_values = path_keys + kTile * a.head_dim;
         path_key_words = reinterpret_cast<uint16_t*>(path_values + kTile * a.head_dim);
         path_value_words = path_key_words + kTile;
@@ -221,6 +222,7 @@ private:
             }
             if (!any) continue;  // no query reads these keys
             for (int64_t h = 0; h < task->num_heads; h++) {
+                if (a.slopes) take_biases(task->head + h, tile, of_sinks);
                 const bool last = h + 1 == task->num_heads;
                 const Places places = places_of(strips, task->head + h);
                 const Places then = places_of(last ? next : strips, last ? task->head : task->head + h + 1);
@@ -235,6 +237,14 @@ private:
                               to + h * head_stride + i * group * record_size, group);
                 }
             }
+        }
+    }
+
+    void take_biases(int64_t kv_head, int64_t tile, bool of_sinks) {
+        const float* slopes = static_cast<const float*>(a.slopes) + kv_head * group;
+        for (int64_t i = 0; i < task->num_queries; i++) {
+            const int64_t after = tile - task->queries.position(task->query + i, of_sinks);
+            for (int64_t j = 0; j < group; j++) biases[i * group + j] = {slopes[j], int32_t(after)};
         }
     }
 
@@ -299,7 +309,7 @@ private:
         return places;
     }
 
-    // A tile for `count` consecutive rows. next: what to prefetch meanwhile.
+    // A tile for `count` consecutive rows, whose visible keys are `seen`. next: what to prefetch meanwhile.
     void walk_rows(const Places& places, const Places& next, const Factor* q, const uint64_t* seen, float* to,
                    int64_t count) {
         Unit<Format> unit;
@@ -359,9 +369,11 @@ private:
                 return;
             }
         }
-        for (int64_t r = 0; r < count; r += Format::kRows)
+        for (int64_t r = 0; r < count; r += Format::kRows) {
+            unit.biases = a.slopes ? biases + (seen - visible) + r : nullptr;
             attend_rows(unit, q + r * a.head_dim, seen + r, to + r * record_size,
                         count - r < Format::kRows ? count - r : Format::kRows, r == 0);
+        }
     }
 
     void widen_tile(const Places& places, const Places& next) const {
@@ -386,7 +398,9 @@ private:
     float *records, *totals;
     Cache *keys, *values;  // a tile, where the numbers of the cache are rounded; values of latents
     Factor *factors, *sink_factors;
-    uint64_t* visible;  // of each row in the current tile
+    // Of each row in the current tile.
+    uint64_t* visible;
+    Bias* biases;  // with slopes
     // Of a tree: a tile of the cache as a node finds it, and the rows packed node by node.
     Stored *path_keys, *path_values;
     uint16_t *path_key_words, *path_value_words;

@@ -89,6 +89,12 @@ struct Record {
     }
 };
 
+// What is added to the scores of a row: slope * (after + i) for key i of the tile.
+struct Bias {
+    float slope;
+    int32_t after;  // the first key's position minus the query's
+};
+
 // The keys and values of one kv head in a tile.
 template <class Format>
 struct Unit {
@@ -104,6 +110,8 @@ struct Unit {
     const float* value_scales;
     float scale;
     float softcap;  // 0: none
+    const Bias* biases;  // of the rows; null without
+    bool adjusts() const { return softcap != 0.0f || biases; }
     int64_t head_dim, value_dim;
 };
 
@@ -164,13 +172,22 @@ KVIK_INLINE void scores_of(const Unit<Format>& unit, int strip, const typename F
 KVIK_INLINE void store_weights(float* to, F32 weights) { store(to, weights); }
 KVIK_INLINE void store_weights(bf16* to, F32 weights) { store(to, weights); }
 
-// Scores scaled and capped, in place.
-template <class Format, int R>
-__attribute__((noinline)) void cap_scores(const Unit<Format>& unit, float (*scores)[kTile]) {
-    for (int r = 0; r < R; r++)
+// Scores scaled, capped and biased, in place.
+template <class Format>
+__attribute__((noinline)) void adjust_scores(const Unit<Format>& unit, float (*scores)[kTile], int64_t rows) {
+    alignas(64) int32_t numbers[kLanes];
+    for (int i = 0; i < kLanes; i++) numbers[i] = i;
+    for (int64_t r = 0; r < rows; r++)
         for (int n = 0; n < kTile; n += kLanes) {
             const F32 factor = unit.key_scales ? load(unit.key_scales + n) : broadcast(unit.scale);
-            store(scores[r] + n, softcap(mul(load(scores[r] + n), factor), broadcast(unit.softcap)));
+            F32 score = mul(load(scores[r] + n), factor);
+            if (unit.softcap != 0.0f) score = softcap(score, broadcast(unit.softcap));
+            if (unit.biases) {
+                const Bias& bias = unit.biases[r];
+                const F32 distance = to_float(iadd(iload(numbers), ibroadcast(bias.after + n)));
+                score = fma(distance, broadcast(bias.slope), score);
+            }
+            store(scores[r] + n, score);
         }
 }
 
@@ -184,11 +201,8 @@ KVIK_INLINE void soften(const Unit<Format>& unit, float (*scores)[kTile], typena
     float base[R];
     const float* key_scales = unit.key_scales;
     float factor = unit.scale * kPerLn2;
-    if (unit.softcap != 0.0f || key_scales) factor = kPerLn2;
-    if (unit.softcap != 0.0f) {
-        cap_scores<Format, R>(unit, scores);
-        key_scales = nullptr;
-    }
+    if (unit.adjusts() || key_scales) factor = kPerLn2;
+    if (unit.adjusts()) key_scales = nullptr;  // `adjust_scores` has multiplied by them
     F32 fall = zero();  // by row: the new largest score minus the old one
     for (int r = 0; r < R; r++) {
         F32 most = broadcast(-INFINITY);
@@ -307,6 +321,7 @@ void attend_tile(const Unit<Format>& unit, const typename Format::Factor* q, con
         // Four strips at once take little longer than one, because the sums of one strip wait for each other.
         for (int s = 0; s < kStrips; s += kWide) scores_of<Format, R, kWide>(unit, s, q, scores, fetch);
     }
+    if (unit.adjusts()) adjust_scores(unit, scores, R);
     soften<Format, R>(unit, scores, weights, visible, records, shrink);
     int64_t column = 0;
     for (; column + kVectors * kLanes <= unit.value_dim; column += kVectors * kLanes)

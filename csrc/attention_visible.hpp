@@ -44,6 +44,12 @@ struct Queries {
     }
     int64_t sinks_end(int64_t query) const { return end_key(query) < sinks ? end_key(query) : sinks; }
 
+    // The position of a query, relative to which its keys have theirs. Sinks are followed by the window.
+    int64_t position(int64_t query, bool of_sinks) const {
+        const int64_t last = end_key(query) - 1;
+        return of_sinks && last >= window + sinks ? window + sinks - 1 : last;
+    }
+
     // All keys that queries [begin, end) see, except for sinks, are in [first, end), which may be empty.
     struct Range {
         int64_t first, end;

@@ -103,6 +103,9 @@ class Step:
                 scores = scores * self.spec.scale
                 if (cap := self.spec.softcap) is not None:
                     scores = cap * torch.tanh(scores / cap)
+                if (slopes := self.spec.slopes) is not None:
+                    far = _distances(context - new, nodes, new, window)
+                    scores = scores + slopes[head].double() * far
                 scores = torch.where(visible, scores, -torch.inf)
                 if (sinks := self.spec.sinks) is not None:
                     scores = torch.cat((scores, sinks[head].double().expand(new, 1)), 1)
@@ -135,6 +138,21 @@ def _seen(
         places += range(cached, cached + query + 1)
     last = len(places) - 1
     return {places[i] for i in seen(last, window)}, set(places[: num_sinks(last, window)])
+
+
+def _distances(cached: int, nodes: tuple[int, ...], new: int, window: Seen) -> Tensor:
+    """Return the positions of all keys relative to those of queries, [new, cached + new], where
+    these see them. The keys that a query sees are counted for its distance to sinks."""
+    result = torch.zeros(new, cached + new)
+    for query in range(new):
+        path = [j for j in range(new) if nodes[query] >> j & 1] if nodes else range(query + 1)
+        places = [*range(cached), *(cached + j for j in path)]
+        last = len(places) - 1
+        for position, place in enumerate(places):
+            result[query, place] = position - last
+        for sink in range(num_sinks(last, window)):
+            result[query, places[sink]] = sink - (len(seen(last, window)) - 1)
+    return result
 
 
 MakeStep = Callable[..., Step]

@@ -69,7 +69,7 @@ def attend(step, window: Seen = None) -> Tensor:
     plan = TritonAttention(TORCH).plan(there(step.layout), as_window(window))
     cache = PagedCache(*_tensors(there(kv)))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    scoring = Scoring(step.spec.scale, step.spec.softcap, there(step.spec.sinks))
+    scoring = there(Scoring(step.spec.scale, step.spec.softcap, step.spec.sinks, step.spec.slopes))
     sink_q = None if step.sink_rotation is None else step.sink_q.to(q)
     paged_attention(q, cache, plan.steps[0], scoring, out, sink_q)
     return out.cpu()

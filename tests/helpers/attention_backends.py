@@ -98,9 +98,15 @@ def tree_words(parents: tuple[int, ...]) -> tuple[int, ...]:
 
 
 # Of an `AttentionSpec` for four heads and scores of about 1: capped at both ends and near 0, and
-# sinks above and below all of them.
+# sinks above and below all of them; slopes for which far keys count little, or as much as others.
 OPTIONS: dict[str, dict[str, Any]] = {
     "capped": {"softcap": 0.7},
     "sinks": {"sinks": torch.tensor([-3.0, 0.5, 90.0, -200.0])},
+    "alibi": {"slopes": torch.tensor([0.5, 2**-6, 0.0, 0.1])},
+    "all": {
+        "softcap": 2.0,
+        "sinks": torch.tensor([0.0, 1.0, 5.0, -1.0]),
+        "slopes": torch.tensor([2**-8, 0.25, 0.02, 2**-4]),
+    },
     "both": {"softcap": 2.0, "sinks": torch.tensor([0.0, 1.0, 5.0, -1.0])},
 }

@@ -82,6 +82,7 @@ class HeadNorms:
 NAMED_OPTIONS = {
     "softcap": "softcap",
     "sinks": "sinks",
+    "slopes": "ALiBi",
     "bidirectional": "bidirectional attention",
 }
 OPTIONS = frozenset(NAMED_OPTIONS)
@@ -106,6 +107,17 @@ class AttentionSpec:
     # are all in the step; None: it sees no later keys (causal).
     bidirectional: int | None = None
     value_dim: int | None = None  # channels of a head's value; None: as many as of its key
+    # [heads] fp32: a capped score of the key at position j and the query at position p gets
+    # slope * (j - p) added (ALiBi, Press et al. 2021, arXiv 2108.12409, section 3). For sinks of a
+    # window, p counts the keys that the query sees. None: nothing is added. Not bidirectional.
+    slopes: Tensor | None = None
+
+    def of_heads(self, heads: slice) -> AttentionSpec:
+        """Return what some of the heads compute."""
+        sinks, slopes = (
+            None if of_all is None else of_all[heads] for of_all in (self.sinks, self.slopes)
+        )
+        return replace(self, sinks=sinks, slopes=slopes)
 
     @property
     def options(self) -> frozenset[str]:

@@ -184,6 +184,7 @@ class CpuAttention(AttentionBackend):
             scale=spec.scale,
             softcap=spec.softcap or 0.0,
             sinks=spec.sinks,
+            slopes=spec.slopes,
             sink_keys=window.sinks if window else 0,
             sink_q=for_sinks,
             first_keys=layout.first_keys,

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 def heads_of(attend: Attend, share: HeadShare) -> Attend:
     """Return attention of the heads of one process."""
-    heads, kv_heads, spec = slice(*share.heads), slice(*share.kv_heads), attend.spec
+    heads, kv_heads = slice(*share.heads), slice(*share.kv_heads)
     return replace(
         attend,
         q=attend.q[:, heads],
         k=None if attend.k is None else attend.k[:, kv_heads],
         v=None if attend.v is None else attend.v[:, kv_heads],
-        spec=spec if spec.sinks is None else replace(spec, sinks=spec.sinks[heads]),
+        spec=attend.spec.of_heads(heads),
     )
 
 

@@ -7,7 +7,9 @@ Positions of a sequence's queries are the last ones of its context, so the mask 
 cached prefix is aligned bottom-right. KV head h serves the query heads h * group .. h * group +
 group - 1. In a tree a query sees, of this step's keys, its ancestors and itself, and a node's
 position follows from its depth. A learned sink takes its share of a head's weights (Agarwal et al.
-2025, gpt-oss) and has no value.
+2025, gpt-oss) and has no value. With slopes (ALiBi), a score depends on the distance from query to
+key; a query's distance to sinks is that without the keys between them and the window (Xiao et al.
+2023, section 3.2).
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ class ReferenceAttention(AttentionBackend):
             rows = slice(start, start + length)
             nodes, reach = layout.nodes(start, length), attend.spec.bidirectional
             seen = _visible(nodes, length, context, window, reach, layout.first_key(i))
-            keys, visible, sinks = (tensor.to(q.device) for tensor in seen)
-            of = kv, blocks, keys, visible, sinks, attend.spec
+            keys, visible, sinks, distance = (tensor.to(q.device) for tensor in seen)
+            of = kv, blocks, keys, visible, sinks, distance, attend.spec
             out[rows] = self._attend(q[rows], None if for_sinks is None else for_sinks[rows], *of)
             start += length
         return attend.narrowed(out)
@@ -64,6 +66,7 @@ class ReferenceAttention(AttentionBackend):
         keys: Tensor,
         visible: Tensor,
         sinks: Tensor,
+        distance: Tensor,
         spec: AttentionSpec,
     ) -> Tensor:
         """Attend in one sequence.
@@ -71,7 +74,7 @@ class ReferenceAttention(AttentionBackend):
         Args:
             q, for_sinks: [length, heads, head_dim], for keys, and for sinks if these differ.
             blocks: [max_blocks], the sequence's block table.
-            keys, visible, sinks: see `_visible`.
+            keys, visible, sinks, distance: see `_visible`.
         """
         heads = q.shape[1]
         block_size, kv_heads = kv.k.shape[1], kv.k.shape[2]
@@ -86,6 +89,8 @@ class ReferenceAttention(AttentionBackend):
         scores *= spec.scale
         if spec.softcap is not None:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        if spec.slopes is not None:
+            scores = scores + spec.slopes[:, None, None] * distance
         scores = scores.masked_fill(~visible, -torch.inf)
         if spec.sinks is not None:
             learned = spec.sinks[:, None, None].expand(heads, len(q), 1)
@@ -115,9 +120,10 @@ def _visible(
     window: Window | None,
     reach: int | None,
     first_key: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return which keys of a sequence any of its queries sees, [keys], which of these each query
-    sees, bool [length, keys], and which are sinks, bool [keys].
+    sees, bool [length, keys], which are sinks, bool [keys], and their positions relative to each
+    query, [length, keys].
 
     Args:
         nodes: see `StepLayout.nodes`.
@@ -126,7 +132,8 @@ def _visible(
     """
     if reach is not None:
         keys = torch.arange(context)
-        return keys, within_reach(reach, length, context), torch.zeros(context, dtype=torch.bool)
+        visible, none = within_reach(reach, length, context), torch.zeros(context, dtype=torch.bool)
+        return keys, visible, none, keys - keys[context - length :, None]
     cached = context - length
     first = max(first_key, first_visible(cached, window))
     sinks = 0 if window is None else window.sinks
@@ -144,4 +151,9 @@ def _visible(
         visible &= (position >= window.first(queries)) | (position < sinks)
     # Keys that no query sees are not read: their blocks may be unwritten, or another request's.
     seen = visible.any(0)
-    return keys[seen], visible[:, seen], position[seen] < sinks
+    position = position[seen]
+    distance = position - queries
+    if window is not None and sinks:
+        near = position - queries.clamp(max=window.max_keys - 1)
+        distance = torch.where(position < sinks, near, distance)
+    return keys[seen], visible[:, seen], position < sinks, distance

@@ -7,8 +7,8 @@ of very different lengths are split into several batches (`split`). Prefilling s
 one by one. The nodes of a tree are decoding rows, each of which gathers the keys of its own path,
 so it computes the same as a plain decode at its position.
 
-torch's kernels support neither capped scores nor sinks, learned ones or those of a window: layers
-that have these use the reference.
+torch's kernels support neither capped scores nor sinks, learned ones or those of a window, and
+slopes would need a mask for each head: layers that have these use the reference.
 
 All index tensors and masks depend only on the step and are made in `plan`, not per layer.
 """

@@ -94,7 +94,7 @@ class TritonAttention(AttentionBackend):
             self._keep_queries(q, kv.queries, metadata.layout, spec.scale)
         cache = PagedCache(kv.k, kv.v, kv.k_scales, kv.v_scales)
         out = torch.empty(*q.shape, dtype=q.dtype, device=q.device)
-        scoring = Scoring(spec.scale, spec.softcap, spec.sinks)
+        scoring = Scoring(spec.scale, spec.softcap, spec.sinks, spec.slopes)
         steps, fresh = metadata.steps, metadata.fresh
         if v is None or self.prompts is None or not self.prompts.can_do(spec, q.shape[2]):
             steps, fresh = metadata.all, ()

@@ -19,6 +19,7 @@ ALL_DTYPES = [(dtype, kv_dtype) for kv_dtype in (F32, BF16, I8, FP8, I4) for dty
 DTYPES = [(F32, F32), (BF16, BF16), (BF16, I8), (F32, FP8), (BF16, I4)]
 # Errors relative to the largest value: fp32 sums; bf16 weights and results.
 BOUNDS = {F32: 2e-6, BF16: 8e-3}
+OF_SCORES = ("softcap", "sinks", "slopes")  # options that the definition has
 name = "{0}".format
 dtypes = pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES, ids=name)
 
@@ -94,6 +95,7 @@ class Sequences:
         visible: Tensor,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
         negated: int = 0,
     ) -> Tensor:
         """Return [queries, heads, head_dim] in float64; visible: [queries, end]; negated: scores of
@@ -104,6 +106,9 @@ class Sequences:
         scores[..., :negated] *= -1
         if softcap:
             scores = softcap * (scores / softcap).tanh()
+        if slopes is not None:
+            distance = torch.arange(end) - torch.arange(begin, end)[:, None]
+            scores = scores + slopes.double()[:, None, None] * distance
         scores = scores.masked_fill(~visible, -torch.inf)
         if sinks is not None:
             column = sinks.double()[:, None, None].expand(-1, end - begin, 1)
@@ -279,7 +284,7 @@ def test_capped_scores_and_sinks(runtime, window, options, dtype, kv_dtype) -> N
     chunk, fresh = attend(
         runtime, cache, [s.part(0, 1030, 1100), s.part(1, 0, 80)], s.scale, **options
     )
-    meant = {name: value for name, value in options.items() if name in ("softcap", "sinks")}
+    meant = {name: value for name, value in options.items() if name in OF_SCORES}
     if "negated" in options:
         meant["negated"] = window.sinks
     for found, i, begin, end in ((chunk, 0, 1030, 1100), (fresh, 1, 0, 80)):

@@ -45,8 +45,10 @@ from kvik.kernels.triton.attention_tile import (
     ended,
     finish,
     first_seen,
+    from_sinks,
     log2_weight,
     seen_by,
+    slope_of,
     unit_of,
 )
 from kvik.kernels.triton.kv_load import factor_type, query_factors
@@ -176,7 +178,7 @@ def store_split(part_out, part_weight, piece, result, weight, wanted, HEAD_DIM: 
 @triton.jit(do_not_specialize=OF_STEPS)
 def attention_decode_kernel(  # noqa: PLR0915
     q, sink_q, k_cache, v_cache, k_scales, v_scales, block_table, query_start, seq_lens, first_keys,
-    tree, sinks, out, part_out, part_weight,
+    tree, sinks, slopes, out, part_out, part_weight,
     q_stride, sink_q_stride, table_stride, scale, softcap, window, sink_keys, first_sequence, above,
     most, programs, least, slab,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -229,7 +231,7 @@ def attention_decode_kernel(  # noqa: PLR0915
             position = cached + bits_set(words).to(tl.int32) - 1
     table = block_table + sequence.to(tl.int64) * table_stride
 
-    unit = unit_of(scale, softcap)
+    unit, slope = unit_of(scale, softcap, slopes), slope_of(slopes, query_head)
     piece = tl.program_id(1) * slab + (query * HEADS + query_head) * splits
     part = program * splits // used
     ends = tl.minimum(first + (program + 1) * splits // used * keys, context)
@@ -246,6 +248,7 @@ def attention_decode_kernel(  # noqa: PLR0915
             stop = tl.where((part == 0) & (splits > 0), stop, 0)
         rows = tl.load(from_q + token[:, None] * stride + lane, mask=store, other=0.0)
         rows = query_factors(rows, KIND)
+        origin = from_sinks(position, window, sink_keys, strip == 0)
         # The asynchronous products of 64 rows need a loop of each split, without a branch.
         for lap in range(tl.cdiv(stop - begins, keys) if BLOCK_M == 64 and strip == 1 else 1):
             since = begins + lap * keys if BLOCK_M == 64 and strip == 1 else begins
@@ -260,7 +263,7 @@ def attention_decode_kernel(  # noqa: PLR0915
                 state = attend(
                     rows, state, k_cache, v_cache, k_scales, v_scales, table, head, at,
                     tl.minimum(place, stop - 1),
-                    visible, scale, softcap,
+                    visible, scale, softcap, slope, where, origin,
                     factor_type(DTYPE, KIND), KIND, KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, False,
                 )  # fmt: skip
                 if MERGE != 1 and strip == 1 and BLOCK_M != 64:  # noqa: SIM102

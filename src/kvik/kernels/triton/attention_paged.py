@@ -143,6 +143,7 @@ class Scoring:
     scale: float  # > 0
     softcap: float | None = None
     sinks: Tensor | None = None
+    slopes: Tensor | None = None
 
     @property
     def powers(self) -> tuple[float, float | None]:
@@ -173,13 +174,14 @@ def paged_attention(
     elif sink_q is None:
         sink_q = q
     sinks, lengths = scoring.sinks, (step.query_start_loc, step.seq_lens, step.first_keys)
+    slopes = scoring.slopes
     keys = (stored(cache.k), stored(cache.v), cache.k_scales, cache.v_scales)
     inputs = (q, sink_q, *keys, step.block_table, *lengths)
     sink_stride = 0 if sink_q is None else sink_q.stride(0)
     scores = (q.stride(0), sink_stride, step.block_table.stride(0), *scoring.powers)
     part_out = part_weight = None
     for planned in step.launches(q, cache.k):
-        tensors: tuple[Tensor | None, ...] = (*inputs, sinks, out)
+        tensors: tuple[Tensor | None, ...] = (*inputs, sinks, slopes, out)
         numbers: tuple[float | None, ...] = (*scores, *planned.numbers)
         if planned.kernel is attention_merge_kernel:
             tensors, numbers = (part_out, part_weight, *lengths, sinks, out), planned.numbers
@@ -188,7 +190,7 @@ def paged_attention(
             if planned.parts is not None:
                 part_out = q.new_empty(*planned.parts, q.shape[2], dtype=torch.float32)
                 part_weight = q.new_empty(*planned.parts, dtype=torch.float32)
-            tensors = (*inputs, step.tree, sinks, out, part_out, part_weight)
+            tensors = (*inputs, step.tree, sinks, slopes, out, part_out, part_weight)
         launch(planned.kernel, planned.grid, tensors, numbers, planned.constants, **planned.options)
 
 

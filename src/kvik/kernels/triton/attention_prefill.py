@@ -29,7 +29,9 @@ from kvik.kernels.triton.attention_tile import (
     begin,
     finish,
     first_seen,
+    from_sinks,
     seen_by,
+    slope_of,
     unit_of,
     with_sinks,
 )
@@ -79,7 +81,7 @@ def first_of(
 @triton.jit(do_not_specialize=OF_STEPS)
 def attention_prefill_kernel(
     q, sink_q, k_cache, v_cache, k_scales, v_scales, block_table, query_start, seq_lens, first_keys,
-    sinks, out,
+    sinks, slopes, out,
     q_stride, sink_q_stride, table_stride, scale, softcap, window, sink_keys, first_sequence,
     sequences, above,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -111,7 +113,8 @@ def attention_prefill_kernel(
     d = tl.arange(0, BLOCK_D)
     real = (query < queries)[:, None] & (d < HEAD_DIM)[None, :]
     token = (start + query).to(tl.int64)
-    lane = ((head * GROUP + row % GROUP) * HEAD_DIM)[:, None] + d[None, :]
+    query_head = head * GROUP + row % GROUP
+    lane = (query_head * HEAD_DIM)[:, None] + d[None, :]
     rows = operand(tl.load(q + token[:, None] * q_stride + lane, mask=real, other=0.0), DTYPE)
     position = cached + query
     table = block_table + sequence.to(tl.int64) * table_stride
@@ -124,10 +127,12 @@ def attention_prefill_kernel(
     first, low = first_of(lowest, highest, first_keys, sequence, window, sink_keys, BLOCK_N, WINDOW)
     high = tl.maximum((lowest + 1) // BLOCK_N * BLOCK_N, low)
 
+    slope = slope_of(slopes, query_head)
     state = begin(BLOCK_M, BLOCK_D, 0)
     for part in tl.static_range(0 if SUNK else 1, 4):
         factors = rows
         step = BLOCK_N if part == 2 else BLOCK_NEAR
+        origin = from_sinks(position, window, sink_keys, part == 0)
         if part == 0:
             at = sink_q + token[:, None] * sink_q_stride + lane
             factors = operand(tl.load(at, mask=real, other=0.0), DTYPE)
@@ -151,10 +156,9 @@ def attention_prefill_kernel(
                     there = tl.maximum(there, first)
                 state = attend(
                     factors, state, k_cache, v_cache, k_scales, v_scales, table, head, at, there,
-                    visible, scale, softcap,
+                    visible, scale, softcap, slope, place, origin,
                     DTYPE, KIND, KV_HEADS, BLOCK_SIZE, HEAD_DIM, BLOCK_D, part == 2,
                 )  # fmt: skip
-    query_head = head * GROUP + row % GROUP
-    sums, total = with_sinks(state, unit_of(scale, softcap), sinks, query_head)
+    sums, total = with_sinks(state, unit_of(scale, softcap, slopes), sinks, query_head)
     target = out + (token * HEADS * HEAD_DIM)[:, None] + lane
     tl.store(target, finish(sums, total).to(DTYPE), mask=real)

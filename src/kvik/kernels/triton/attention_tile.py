@@ -107,15 +107,34 @@ def weigh(scores, largest, total, scale, lift, GUARDED: tl.constexpr):
 
 
 @triton.jit
-def unit_of(scale, softcap):
-    """Return the remaining factor of the scores of a state; capped scores are scaled already."""
-    return scale if softcap is None else 1.0
+def unit_of(scale, softcap, slopes):
+    """Return the remaining factor of the scores of a state; capped scores, and those to which
+    something is added, are scaled already."""
+    unit = scale if softcap is None else 1.0
+    return unit if slopes is None else 1.0
+
+
+@triton.jit
+def slope_of(slopes, head):
+    """Return the slope of each row with log2(e) folded in, [m]; None without slopes.
+
+    Args:
+        slopes: [heads] fp32, or None. head: [m], of each row.
+    """
+    return None if slopes is None else tl.load(slopes + head) * LOG2
+
+
+@triton.jit
+def from_sinks(position, window, sink_keys, OF_SINKS: tl.constexpr):
+    """Return the positions relative to which rows, [m], have their keys: those of the rows, but in
+    the part of the sinks the window follows these directly."""
+    return tl.minimum(position, window + sink_keys - 1) if OF_SINKS else position
 
 
 @triton.jit
 def attend(
     q, state, k_cache, v_cache, k_scales, v_scales, table, head, at, place,
-    visible, scale, softcap,
+    visible, scale, softcap, slope, where, position,
     TYPE: tl.constexpr, KIND: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
@@ -127,6 +146,7 @@ def attend(
         place: [n], places of the keys in their sequence; all are valid, but places that no row sees
             may repeat others. visible: [m, n].
         scale, softcap: with log2(e) folded in; softcap may be None.
+        slope: see `slope_of`. where, position: of keys [n] and rows [m], if there are slopes.
         ALL: every row sees every key, and visible is not used.
     """
     sums, largest, total = state
@@ -144,9 +164,12 @@ def attend(
         scores *= k_scale[None, :]
     if softcap is not None:
         scores = capped(scores * scale, softcap)
+    if slope is not None:
+        scores = scores * unit_of(scale, softcap, None)
+        scores += slope[:, None] * (where[None, :] - position[:, None]).to(tl.float32)
     if not ALL:
         scores = tl.where(visible, scores, float("-inf"))
-    unit = unit_of(scale, softcap)
+    unit = unit_of(scale, softcap, slope)
     lift = None
     if KIND != "float" and tl.float16 == TYPE:
         # A weight times a scale may be too small for fp16, so it is relative to the largest such
