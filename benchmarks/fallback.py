@@ -1,6 +1,6 @@
 """Compare a model that kvik runs through transformers (`--fallback`) with transformers alone.
 
-    python benchmarks/fallback.py [--family Bloom] [--prompt 128] [--output 64] [--batch 1 8]
+    python benchmarks/fallback.py [--family XGLM] [--prompt 128] [--output 64] [--batch 1 8]
         [--threads N] [--repeats 3]
 
 Both have the same random weights: kvik and transformers' `generate` alternately answer the same
@@ -28,7 +28,6 @@ from kvik_bench.scripts import greedy, spread
 
 # Shapes of about 100 million parameters, of architectures that kvik lacks.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "Bloom": {"vocab_size": 32_000, "hidden_size": 768, "n_layer": 12, "n_head": 12},
     "XGLM": {
         **{"vocab_size": 32_000, "d_model": 768, "ffn_dim": 3072, "num_layers": 12},
         **{"attention_heads": 12, "max_position_embeddings": 2048},
@@ -40,7 +39,7 @@ Answer = Callable[[list[list[int]]], list[list[int]]]
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--family", choices=FAMILIES, default="Bloom")
+    parser.add_argument("--family", choices=FAMILIES, default="XGLM")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--output", type=int, default=64)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])

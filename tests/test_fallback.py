@@ -30,10 +30,9 @@ from kvik.worker.transformers_model import RequestCaches, TransformersModel, mod
 
 pytestmark = pytest.mark.usefixtures("forked")
 
-# Architectures that only transformers has: ALiBi; computed positions; a window in most layers;
-# states and no keys.
+# Architectures that only transformers has: computed positions; a window in most layers; states and
+# no keys.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "Bloom": {"n_layer": 3, "n_head": 4, "hidden_size": 32},
     "XGLM": {"ffn_dim": 56, "num_key_value_heads": 4},
     "Beam": {
         **{"num_hidden_layers": 4, "head_dim": 8, "sliding_window": 9, "num_experts": 4},
@@ -77,9 +76,9 @@ def caches_of(llm: LLM) -> RequestCaches:
 @pytest.mark.parametrize(
     "family",
     [
-        "Bloom",
+        "XGLM",
         "Mamba",
-        *(pytest.param(f, marks=pytest.mark.full) for f in ("XGLM", "Beam")),
+        pytest.param("Beam", marks=pytest.mark.full),
     ],
 )
 def test_greedy_tokens_are_those_of_transformers(saved, family):
@@ -116,7 +115,7 @@ def test_log_probabilities_are_those_of_transformers(saved, family):
 
 def test_sampling_is_the_engines_own(saved):
     """A seed draws the same tokens alone and with others; penalties, bans and stop tokens apply."""
-    folder, _ = saved("Bloom")
+    folder, _ = saved("XGLM")
     drawn = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=10, ignore_eos=True)
     with LLM(str(folder), **COMMON, max_num_batched_tokens=32, max_num_seqs=8) as llm:
         (alone,) = llm.generate(PROMPTS[:1], drawn)
@@ -137,7 +136,7 @@ def test_texts_are_held_to_grammars_and_end_at_strings(tmp_path):
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / file).write_bytes((BUNDLED / file).read_bytes())
     vocab = json.loads((BUNDLED / "config.json").read_text())["vocab_size"]
-    save_tiny(tmp_path, "Bloom", **FAMILIES["Bloom"], vocab_size=vocab)
+    save_tiny(tmp_path, "XGLM", **FAMILIES["XGLM"], vocab_size=vocab)
     with LLM(str(tmp_path), **COMMON, max_model_len=128, max_num_seqs=4) as llm:
         held = SamplingParams(temperature=1.0, seed=3, max_tokens=30, structured=Regex("[0-9]{5}"))
         outputs = llm.generate(["Once", "A fox"], held)
@@ -192,7 +191,7 @@ def test_caches_are_freed(saved, monkeypatch):
 
 def test_models_with_states_continue_token_by_token(saved):
     """Mamba's kernels take several tokens as the start of a text; attention models continue it."""
-    for family, in_chunks in (("Mamba", False), ("Bloom", True)):
+    for family, in_chunks in (("Mamba", False), ("XGLM", True)):
         found = TransformersModel(saved(family)[1])
         assert found.in_chunks == in_chunks
         found.in_chunks = False
@@ -218,7 +217,7 @@ def test_the_plan_counts_what_a_cache_takes(saved, family):
     planned = 70 * resolved.cache.groups[0].bytes_per_token + 2 * facts.state_bytes
     taken = sum(tensor.nbytes for tensor in transformers_model._tensors(cache))
     assert taken <= planned
-    if family in ("Bloom", "XGLM"):
+    if family == "XGLM":
         assert taken == planned
     assert {d.name: d.value for d in resolved.decisions}["fallback"] == "transformers"
 
@@ -242,14 +241,14 @@ def test_the_plan_counts_what_a_cache_takes(saved, family):
     ],
 )
 def test_options_that_do_not_fit_are_named(saved, options, field):
-    folder, _ = saved("Bloom")
+    folder, _ = saved("XGLM")
     with pytest.raises(KvikError, match="transformers") as error:
         resolve_config(EngineConfig(str(folder), **{**COMMON, **options}))
     assert error.value.field == field and "\n" not in str(error.value)
 
 
 def test_adapters_do_not_fit(saved, tmp_path):
-    folder, _ = saved("Bloom")
+    folder, _ = saved("XGLM")
     adapter = write_adapter(
         tmp_path / "a", draw_pairs({"model.layers.0.self_attn.q_proj": (32, 32)})
     )
@@ -265,13 +264,13 @@ def test_adapters_do_not_fit(saved, tmp_path):
     [
         ({"model_type": "mine", "auto_map": {"AutoConfig": "a.B"}}, "config.json auto_map"),
         ({"model_type": "mine"}, "config.json model_type"),
-        ({"architectures": ["BloomForTokenClassification"]}, "config.json architectures"),
+        ({"architectures": ["BertForTokenClassification"]}, "config.json architectures"),
         ({"model_type": "t5", "architectures": ["T5Model"]}, "config.json architectures"),
         ({"quantization_config": {"quant_method": "awq"}}, "config.json quantization_config"),
     ],
 )
 def test_models_that_do_not_run_are_refused(tmp_path, changes, field):
-    save_tiny(tmp_path, "Bloom", **FAMILIES["Bloom"])
+    save_tiny(tmp_path, "XGLM", **FAMILIES["XGLM"])
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(ModelError) as error:
@@ -300,9 +299,8 @@ def test_architectures_of_kvik_do_not_fall_back(tmp_path):
 
 
 def test_models_that_kvik_knows_in_part(tmp_path):
-    """kvik refuses Falcon with ALiBi, which falls back."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = save_tiny(tmp_path, "Falcon", alibi=True, **sizes)
+    """kvik refuses GPT-2 with scores divided by the layer's number, which falls back."""
+    model = save_tiny(tmp_path, "GPT2", scale_attn_by_inverse_layer_idx=True)
     with pytest.raises(ModelError):
         read_spec(tmp_path, "none")
     with LLM(str(tmp_path), **COMMON, max_num_seqs=4, max_num_batched_tokens=16) as llm:
@@ -313,7 +311,7 @@ def test_models_that_kvik_knows_in_part(tmp_path):
 
 def test_texts_are_evaluated(saved):
     """Reads the logits of every token."""
-    folder, model = saved("Bloom")
+    folder, model = saved("XGLM")
     config = EngineConfig(str(folder), **COMMON, max_num_batched_tokens=16)
     ids = tokens(40)
     with loaded_reader(resolve_reader(config, 48)) as reader:
@@ -325,7 +323,7 @@ def test_texts_are_evaluated(saved):
 @pytest.mark.full
 def test_a_process_of_its_own_asks_transformers(saved, tmp_path):
     """`kvik info` and a text, as a user starts them; and without the library."""
-    folder, _ = saved("Bloom")
+    folder, _ = saved("XGLM")
     command = [sys.executable, "-m", "kvik", "info", str(folder), "--json"]
     done = subprocess.run(
         [*command, "--fallback", "transformers"], capture_output=True, text=True, check=True

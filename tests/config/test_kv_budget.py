@@ -156,7 +156,7 @@ def test_another_shape_is_another_model():
 @pytest.mark.parametrize(
     "facts",
     [
-        *(PUBLIC[name] for name in ("mistral-7b-v0.1", "gemma-4-e2b")),
+        *(PUBLIC[name] for name in ("mistral-7b-v0.1", "gemma-4-e2b", "bloom-560m")),
         {
             **PUBLIC["llama-2-7b"],
             "architectures": ["DeepseekV3ForCausalLM"],

@@ -255,6 +255,7 @@ def test_mistral_without_a_window_is_a_llama(tmp_path: Path) -> None:
         ),
         ("Lfm2ForCausalLM", {"conv_bias": True, "full_attn_idxs": [1]}, "layer_types:"),
         ("Gemma2ForCausalLM", {"attn_logit_softcapping": None}, "gemma2 files imply"),
+        ("FalconForCausalLM", {"alibi": True, "multi_query": False}, "alibi:"),
         ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 99}, "gemma2 files imply"),
         ("Gemma4ForCausalLM", GEMMA4 | {"attention_bias": True}, "attention_bias:"),
         ("Gemma4ForCausalLM", {"num_hidden_layers": 1}, "layer_types:"),

@@ -163,6 +163,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "Dbrx": {"ffn_config": {"moe_num_experts": 6, "moe_top_k": 6, "ffn_hidden_size": 24}},
     "BioGpt": {},
+    "Bloom": {},
+    "Mpt": {},
     "BitNet": {},
     "OpenAIGPT": {},
     "ModernBertDecoder": {"num_key_value_heads": 4, "local_attention": 10},

@@ -223,6 +223,11 @@ NARROW = model_config(  # values narrower than keys; windows with learned sinks,
     n_routed_experts=6, num_experts_per_tok=2, torch_dtype="float32",
 )  # fmt: skip
 
+ALIBI = {  # a number of heads that is no power of two, and no positions but those
+    **{"architectures": ["BloomForCausalLM"], "vocab_size": 96, "hidden_size": 48, "n_layer": 3},
+    **{"n_head": 3, "seq_length": 256, "torch_dtype": "float32"},
+}
+
 LATENT = model_config(  # attention over latent vectors, an MLP and then experts
     "DeepseekV3ForCausalLM",
     vocab=96, hidden=64, inner=96, layers=3, heads=4, kv_heads=4, positions=256, q_lora_rank=32,
@@ -313,7 +318,7 @@ def make_model(name: str, folder: Path) -> dict[str, object]:
         return {"model": BUNDLED}
     configs = {"latent": LATENT, "capped": CAPPED, "chunked": CHUNKED, "states": STATES}
     configs |= {"spaces": SPACES, "beside": BESIDE, "rows": ROWS, "indexed": INDEXED}
-    configs |= {"pure": PURE, "narrow": NARROW, "gpt-oss": GPT_OSS}
+    configs |= {"pure": PURE, "narrow": NARROW, "gpt-oss": GPT_OSS, "alibi": ALIBI}
     config = configs.get(name, WINDOWED)
     (folder / "config.json").write_text(json.dumps(config))
     return {"model": str(folder), "load_format": "random", "seed": 3}

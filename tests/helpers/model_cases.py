@@ -208,6 +208,20 @@ CASES = {
         tie_word_embeddings=False,
     ),
     "falcon-all-heads": case("Falcon", multi_query=False),
+    "falcon-rw": case(
+        "Falcon", hidden_size=64, alibi=True, multi_query=False, parallel_attn=False, bias=True
+    ),
+    "falcon-alibi": case("Falcon", alibi=True),
+    "bloom": case("Bloom"),
+    "bloom-six-heads": case("Bloom", hidden_size=96, n_head=6, tie_word_embeddings=False),
+    "mpt": case("Mpt", d_model=64, attn_config={"clip_qkv": 0.8}),
+    "mpt-three-heads": case(
+        "Mpt",
+        d_model=48,
+        n_heads=3,
+        attn_config={"softmax_scale": 0.3},
+        tie_word_embeddings=False,
+    ),
     "phi3": case("Phi3"),
     "phi3-window": case("Phi3", sliding_window=7, tie_word_embeddings=True),
     "phi3-partial": case(

@@ -235,5 +235,7 @@ SEPARATE: dict[str, dict[str, Any]] = {
     },
     "Ministral3": {**HEAD, "rope_parameters": {**YARN, **EVEN, "llama_4_scaling_beta": 2.0}},
     "GPT2": {"n_embd": 64},
+    "Bloom": {"hidden_size": 96, "n_head": 6},
+    "Mpt": {"d_model": 96, "n_heads": 6, "attn_config": {"clip_qkv": 1.5}},
 }
 ALL = {**FAMILIES, **MORE, **SEPARATE}

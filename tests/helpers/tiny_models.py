@@ -44,6 +44,8 @@ SIZES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 1e4},
         "ffn_config": {"moe_num_experts": 6, "moe_top_k": 2, "ffn_hidden_size": 24},
     },
+    "Bloom": {"vocab_size": 96, "hidden_size": 32, "n_layer": 3, "n_head": 4},
+    "Mpt": {"vocab_size": 96, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 128},
     "GPTNeo": {
         "vocab_size": 96,
         "hidden_size": 32,

@@ -105,6 +105,8 @@ CASES += [("windowed", "bfloat16", BY_NAME["tp4, disk tier"])]
 CASES += [("capped", "bfloat16", BY_NAME["pp3, disk tier"])]  # a stage has no layer of a group
 STATEFUL = ("tp2, memory tier", "tp2, swap, siblings", "tp2 pp2, both tiers, chunks")
 CASES += [("states", "bfloat16", BY_NAME[name]) for name in (*STATEFUL, "pp2, disk tier")]
+CASES += [("alibi", "bfloat16", BY_NAME["tp2 pp2, preemption, chunks"])]
+CASES += [("alibi", "int8", BY_NAME["tp2, memory tier"])]
 CASES += [("adapted windowed", "bfloat16", BY_NAME["tp2"])]
 CASES += [("adapted capped", "bfloat16", BY_NAME["tp2 pp2, preemption, chunks"])]
 CASES += [(name, "int4", BY_NAME["pp2"]) for name in ("chunked", "latent", "indexed")]
@@ -164,6 +166,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "ModernBertDecoder": {**CALIBRATED["ModernBertDecoder"], "hidden_size": 64},
     "Dbrx": {"d_model": 64},
     "BioGpt": {"hidden_size": 64, "intermediate_size": 64},
+    "Bloom": {"hidden_size": 96, "n_head": 6},
     "BitNet": HEADS,
     "Flint": {**CALIBRATED["Flint"], **HEADS, "head_dim": 16},
     "MiMoV2Flash": {

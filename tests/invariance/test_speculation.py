@@ -124,10 +124,12 @@ def test_native_logprobs_have_the_same_bits_with_drafts(
 
 @needs_native
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["indexed"])
+@pytest.mark.parametrize("name", ["indexed", "alibi"])
 @pytest.mark.parametrize("format", ["bfloat16"])
 @pytest.mark.parametrize("drafter", EVERYWHERE)
-def test_keys_are_chosen_for_each_draft(model, format, one_at_a_time, drafter, monkeypatch):
+def test_drafts_have_keys_and_distances_of_their_own(
+    model, format, one_at_a_time, drafter, monkeypatch
+):
     texts = [[*out.prompt_token_ids, *out.outputs[0].token_ids] for out in one_at_a_time]
     install(monkeypatch, DRAFTERS[drafter](texts))
     options = TREES if drafter == "tree" else SPECULATION

@@ -98,7 +98,10 @@ REPLAYED += ("stages", "stages of groups")
 CASES = [("bundled", column) for column in COLUMNS if column.name not in (*IN_PROCESSES, *REPLAYED)]
 CASES += [
     (name, BY_NAME[column])
-    for name in ("windowed", "capped", "narrow", "chunked", "latent", "indexed", "adapted windowed")
+    for name in (
+        *("windowed", "capped", "narrow", "chunked", "latent", "indexed", "adapted windowed"),
+        "alibi",
+    )
     for column in ("exact", "fast")
 ]
 CASES += [

@@ -29,6 +29,10 @@ pytestmark = INTERPRETED_ONLY
 BUDGETS = (36, 40)  # of each layer
 LONG = [5 + i * 7 % 50 for i in range(44)]
 CONFIG = small(num_hidden_layers=2, num_key_value_heads=1)
+ALIBI = {
+    **{"architectures": ["BloomForCausalLM"], "vocab_size": 100, "hidden_size": 48, "n_layer": 2},
+    **{"n_head": 3},
+}
 SHARED = list(range(20, 37))
 PROMPTS = [[7], [*SHARED, 5, 6], [*SHARED, 9]]
 GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -48,10 +52,11 @@ def tokens(
 
 @pytest.mark.full
 @pytest.mark.parametrize("seen", [{}, {"window": 7, "attention_sinks": 2}], ids=str)
+@pytest.mark.parametrize("config", [CONFIG, ALIBI], ids=["rotary", "alibi"])
 def test_chunks_and_prefix_hits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], seen: dict[str, Any]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(config))
     alone = {"max_num_seqs": 1, "enable_prefix_caching": False, **seen}
     expected = tokens(tmp_path, attention_backend="reference", **alone)
     interpret_engines(monkeypatch)

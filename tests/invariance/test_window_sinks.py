@@ -70,6 +70,15 @@ def test_tokens_do_not_depend_on_how_they_are_made(expected, column):
     checked_tokens(column, MODEL, expected)
 
 
+@needs_native
+@pytest.mark.full
+@pytest.mark.parametrize("column", SOME, ids=named)
+def test_distances_of_alibi_are_the_same(column, tmp_path, caplog):
+    model = {**MODEL, **make_model("alibi", tmp_path)}
+    checked_bits(column, model, "bfloat16", reference_outputs({**model, **FORMATS["bfloat16"]}))
+    assert not caplog.records
+
+
 BIT_COLUMNS = [c for c in EVERY if c.name in {b.name for b in BITS}]
 CASES = [(c, "bfloat16") for c in BIT_COLUMNS]
 CASES += [(c, name) for c in SOME for name in ("KV in int8", "KV in int4", "KV in fp8")]

@@ -14,6 +14,7 @@ from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON, TRITON
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import save_tiny, tokens
 from torch import Tensor
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvik.config.config import EngineConfig, Notes
@@ -98,6 +99,51 @@ def in_cache_logits(model: Any, ids: list[int], sinks: int, window: int) -> Tens
                 x = x + layer.mlp(layer.post_attention_layernorm(x))
         rows.append(model.lm_head(decoder.norm(x))[0, 0])
     return torch.stack(rows)
+
+
+def bloom_in_cache_logits(model: Any, ids: list[int], sinks: int, window: int) -> Tensor:
+    """Return the same for ALiBi, whose distances are those of places in the cache."""
+    decoder, cache = model.transformer, [[] for _ in model.transformer.h]
+    rows = []
+    for token in ids:
+        x = decoder.word_embeddings_layernorm(decoder.word_embeddings(torch.tensor([[token]])))
+        for layer, kept in zip(decoder.h, cache, strict=True):
+            attention = layer.self_attention
+            parts = attention._reshape(attention.query_key_value(layer.input_layernorm(x)))
+            q, k, v = (part[0] for part in parts)  # [heads, 1, dim]
+            if len(kept) == sinks + window:
+                del kept[sinks]
+            kept.append((k, v))
+            keys, values = (torch.cat(both, 1) for both in zip(*kept, strict=True))
+            alibi = build_alibi_tensor(torch.ones(1, len(kept)), len(q), torch.float32)
+            weights = (q @ keys.mT * attention.inv_norm_factor + alibi).softmax(-1)
+            x = x + attention.dense((weights @ values).transpose(0, 1).reshape(1, 1, -1))
+            x = layer.mlp(layer.post_attention_layernorm(x), x)
+        rows.append(model.lm_head(decoder.ln_f(x))[0, 0])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *NAMES,
+        pytest.param(
+            "triton",
+            marks=[
+                *(pytest.mark.full, INTERPRETED_ONLY),
+                pytest.mark.skipif(not TRITON, reason=NO_TRITON),
+            ],
+        ),
+    ],
+)
+@pytest.mark.parametrize("chunk", [0, 1, 33])
+def test_distances_of_alibi_are_those_within_the_cache(tmp_path, name, chunk) -> None:
+    model = save_tiny(tmp_path, "Bloom", hidden_size=96, n_head=6, n_layer=2)
+    ids = tokens(LENGTH)
+    with torch.inference_mode():
+        expected = bloom_in_cache_logits(model, ids, SINKS, WINDOW)
+    found = streamed(tmp_path, name, block_size=16).logits(ids, chunk)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

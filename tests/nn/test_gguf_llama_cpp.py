@@ -119,6 +119,8 @@ CASES: dict[str, dict[str, Any]] = {  # family, and the case in it
     | {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}
     | {"llama_4_scaling_beta": 2.0},
     "GPT2": {"n_embd": 64},
+    "Bloom": {"hidden_size": 96, "n_head": 6},
+    "Mpt": {"d_model": 96, "n_heads": 6, "attn_config": {"clip_qkv": 1.5}},
 }
 # Measured: 2e-4, and 3e-3, 0.014 (Gemma 2) and 0.024 (Gemma 4 with token inputs) with llama.cpp's
 # GELU, a table of fp16 values; logits are about 6.

@@ -61,6 +61,9 @@ from kvik.spec.visible_keys import Window
         ("bitnet-b1.58-2b-4t", 2_412_820_480),
         ("GPT", 116_534_784),
         ("BioGPT", 346_763_264),
+        ("bloom-560m", 559_214_592),
+        ("mpt-7b", 6_649_286_656),
+        ("falcon-rw-1b", 1_311_625_216),
         ("dbrx", 131_596_523_520),
         ("Ettin-Decoder-150M", 149_655_232),
         ("Flint", 39_785_287_456),
@@ -369,6 +372,9 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
     "Mamba2ForCausalLM": PUBLIC["Mamba-Codestral-7B"],
     "CodeGenForCausalLM": PUBLIC["gpt2"],
     "DbrxForCausalLM": PUBLIC["dbrx"],
+    "BloomForCausalLM": PUBLIC["bloom-560m"],
+    "MptForCausalLM": PUBLIC["mpt-7b"],
+    "MPTForCausalLM": PUBLIC["mpt-7b"],
     "GPTNeoForCausalLM": {"num_layers": 2, "num_heads": 4, "attention_layers": ["global"] * 2},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 4},
     "BambaForCausalLM": {"attn_layer_indices": [1], "mamba_n_heads": 8},
@@ -378,6 +384,31 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
     "Gemma3TextModel": {"use_bidirectional_attention": True},
     "KimiLinearForCausalLM": {"num_experts_per_token": 2},
 }
+
+
+def test_slopes_are_those_of_the_heads() -> None:
+    """As in the paper, which begins at 1/2 for 8 heads; Falcon scales them like scores."""
+    eight = [2.0**-i for i in range(1, 9)]
+    sixteen = [2 ** (-i / 2) for i in range(1, 17)]
+
+    def slopes(**config: Any) -> tuple[float, ...]:
+        first, *others = ModelSpec.from_config(config).layers
+        assert all(layer.slopes == first.slopes for layer in others)
+        return first.slopes
+
+    bloom = PUBLIC["bloom-560m"] | {"n_embed": 11 * 16}
+    assert slopes(**bloom) == pytest.approx(sixteen)
+    newer = {"num_attention_heads": None, "n_head": 8}
+    assert slopes(**bloom | newer) == tuple(eight)
+    assert slopes(**bloom | {"num_attention_heads": 8}) == tuple(eight)
+    assert slopes(**bloom | {"num_attention_heads": 2}) == (2.0**-4, 2.0**-8)
+    assert slopes(**bloom | {"num_attention_heads": 1}) == (2.0**-8,)
+    odd = bloom | {"num_attention_heads": 11}
+    assert slopes(**odd) == pytest.approx([*eight, *sixteen[:6:2]])
+    mpt = PUBLIC["mpt-7b"] | {"d_model": 64, "n_heads": 4, "attn_config": {"alibi_bias_max": 4}}
+    assert slopes(**mpt) == (0.5, 0.25, 0.125, 0.0625)
+    falcon = PUBLIC["falcon-rw-1b"] | {"num_attention_heads": 8, "hidden_size": 8 * 64}
+    assert slopes(**falcon) == tuple(slope / 8 for slope in eight)
 
 
 def test_the_text_model_may_name_another_architecture() -> None:

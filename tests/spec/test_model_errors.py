@@ -95,6 +95,10 @@ def of(architecture: str, **changes: Any) -> dict[str, Any]:
     return small(architectures=[f"{architecture}ForCausalLM"], **changes)
 
 
+def mpt(**changes: Any) -> dict[str, Any]:
+    return {**PUBLIC["mpt-7b"], **changes}
+
+
 def dbrx(part: str, **changes: Any) -> dict[str, Any]:
     config = PUBLIC["dbrx"]
     return config | {part: config[part] | {"moe_num_experts": 4} | changes}
@@ -285,6 +289,25 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
     (of("SolarOpen", first_k_dense_replace=1), "first_k_dense_replace"),
     (of("SolarOpen", use_qk_norm=True), "use_qk_norm"),
     (of("GPTNeo", num_layers=2, num_heads=4, attention_layers=["global"]), "attention_layers"),
+    *(
+        (mpt(attn_config={key: value}), f"attn_config {key}")
+        for key, value in (
+            *(("alibi", False), ("qk_ln", True), ("prefix_lm", True), ("clip_qkv", -1.0)),
+            *(("attn_uses_sequence_id", True), ("attn_type", "multiquery_attention")),
+            *(("alibi_bias_max", 0), ("softmax_scale", "inv_sqrt_d_model")),
+        )
+    ),
+    (mpt(logit_scale=0.5), "logit_scale"),
+    (mpt(norm_type="rmsnorm"), "norm_type"),
+    (mpt(no_bias=False), "no_bias"),
+    (mpt(expansion_ratio=0), "expansion_ratio"),
+    (
+        {**PUBLIC["bloom-560m"], "apply_residual_connection_post_layernorm": True},
+        "apply_residual_connection_post_layernorm",
+    ),
+    ({**PUBLIC["bloom-560m"], "num_attention_heads": 0}, "n_head"),
+    ({**PUBLIC["falcon-rw-1b"], "alibi": False}, "parallel_attn"),
+    ({**PUBLIC["falcon-rw-1b"], "new_decoder_architecture": True}, "parallel_attn"),
     (of("GPTJ", n_embd=32, n_head=4, n_layer=2, n_positions=64, rotary_dim=9), "rotary_dim"),
     (
         small(architectures=["Qwen2VLForConditionalGeneration"], rope_scaling={"type": "mropes"}),

@@ -204,6 +204,8 @@ def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
     if layer.kv_from is not None:
         seen += f", the keys and values of layer {layer.kv_from}"
     rope = layer.rope
+    if layer.slopes:
+        return f"{seen}, positions by ALiBi"
     if rope is None:
         return f"{seen}, {'without' if spec.family.rotary else 'with learned'} positions"
     text = f"{seen}, rotary positions of base {rope.theta:,.0f}"

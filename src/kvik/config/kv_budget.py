@@ -100,6 +100,8 @@ def check_model(spec: ModelSpec, field: str = FIELD) -> None:
         (spec.latent is not None, "attends over latent vectors"),
         (any(layer.kv_from is not None for layer in spec.layers), "has layers that share keys"),
         (not full_layers(spec), "has no layers that see all keys"),
+        # keys that were moved together would have other distances
+        (any(layer.slopes for layer in spec.layers), "adds the distance of keys to scores (ALiBi)"),
     ):
         if wrong:
             verdict = "must be left out" if field == FIELD else "cannot have budgets"

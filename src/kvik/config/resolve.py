@@ -395,7 +395,10 @@ def as_streamed(config: EngineConfig, spec: ModelSpec, notes: Notes) -> ModelSpe
     for wrong, reason in (
         (spec.latent is not None, "attends over latent vectors"),
         (not full, "has no layers that see all keys"),
-        (not spec.ropes and not spec.states, "has learned positions, which end"),
+        (
+            not spec.ropes and not spec.states and not any(layer.slopes for layer in spec.layers),
+            "has learned positions, which end",
+        ),
         (any(rope.query_beta for rope in spec.ropes), "scales queries by their positions"),
         (any(rope.then_normed for rope in spec.ropes), "normalises heads after turning them"),
         (bool(spec.query_scales), "scales queries by their positions"),

@@ -245,6 +245,7 @@ def _check(spec: ModelSpec, metadata: Mapping[str, Entry], architecture: str) ->
         ("use_qk_norm", normed),
         ("attention_bias", biased),
         ("heads of layers", _heads(spec) == _heads(back)),
+        ("alibi", _slopes(spec) == _slopes(back)),
         ("rope_parameters", turns(spec) == turns(back)),
         ("experts of layers", _chosen(spec) == _chosen(back)),
         ("layer_types", _mixers(spec) == _mixers(back)),
@@ -261,6 +262,10 @@ def _heads(model: ModelSpec) -> list[object]:
         (*model.heads(layer), layer.kv_from, model.inner(layer), layer.token_input)
         for layer in model.layers
     ]
+
+
+def _slopes(model: ModelSpec) -> list[object]:
+    return [[f"{slope:.6g}" for slope in layer.slopes] for layer in model.layers]
 
 
 def _mixers(model: ModelSpec) -> list[object]:

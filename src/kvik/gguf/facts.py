@@ -25,7 +25,7 @@ from kvik.gguf.rope import llama3_scaling, proportional_rope, rope_scaling
 from kvik.gguf.types import Array, Metadata, ValueKind, shortest
 from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
-from kvik.spec.declare import GATE_UP, SEPARATE, Architecture
+from kvik.spec.declare import GATE_UP, MAX_BIAS, SEPARATE, Architecture
 from kvik.spec.experts import EXPERT_KEYS, MAX_EXPERTS, STEP_KEYS, SWITCH, ExpertsSpec, Router
 from kvik.spec.fields import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Fields
 from kvik.spec.kv import MAX_TAPS, StateSpec
@@ -423,6 +423,8 @@ def metadata_config(metadata: Metadata) -> dict[str, object]:
         if at in metadata:
             value = metadata.number(at, 0.0, 1e9)
             config[key] = None if value == 0.0 and key in CAPS else value
+    if f"{name}.{MAX_BIAS}" in metadata:
+        config["alibi_bias_max"] = metadata.number(f"{name}.{MAX_BIAS}", 0.0, 1e6)
     if f"{name}.{PARALLEL}" in metadata:
         config[PARALLEL] = metadata.boolean(f"{name}.{PARALLEL}", True)
     config |= _experts_config(metadata, family, layers, config)

@@ -72,6 +72,7 @@ _DEEPSEEK = (
     _HAN,
     r"\p{N}",
 )
+_BLOOM = r" ?[^(\s|[.,!?" + "\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c" + r"])]+"
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}")
 # The rule of llama.cpp if a file names none.
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
@@ -111,6 +112,7 @@ WORD_RULES: Mapping[str, WordRule] = {
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "pixtral", "midm-2.0"), _LLAMA3_RULE
     ),
+    "bloom": WordRule((_BLOOM,)),
     "dbrx": WordRule((_LLAMA3,)),
     **dict.fromkeys(("glm4", "smaug-bpe"), WordRule((_LLAMA3,), whole_words=True)),
     "seed-coder": WordRule((_SEED,)),

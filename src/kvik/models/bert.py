@@ -10,17 +10,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from kvik.models.decoder import Decoder, GroupedQueryAttention, NormedSumLayer, plain_mlp
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, PositionTable
+from kvik.spec.declare import Architecture, LayerBuilder, PositionTable
 from kvik.spec.fields import Fields
 from kvik.spec.layers import encoder_layers
 from kvik.spec.model import ModelFacts
 from kvik.spec.pooling import PooledLayer, PoolingSpec, mean_vectors, scores
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 BertLayer = partial(
     NormedSumLayer,
@@ -46,8 +42,7 @@ class Bert(Decoder):
         builder.skip("cls", "lm_head", "classifier")  # heads for other tasks
         trunk = builder.at(scope, "")
         trunk.skip("pooler")
-        below = trunk.at("embeddings")
-        below.ignore("position_ids", "token_type_ids")
+        trunk.at("embeddings").ignore("position_ids", "token_type_ids")
         super().__init__(
             spec,
             builder,
@@ -55,12 +50,8 @@ class Bert(Decoder):
             scopes=(scope, ""),
             names=("embeddings.word_embeddings", "encoder.layer", "", ""),
             make_positions=positions_and_types,
+            embed_norm="embeddings.LayerNorm",
         )
-        self.entered_norm = below.layer_norm("LayerNorm", spec.hidden_size, spec.norm_eps)
-
-    def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
-        return self.entered_norm(super().enter(ids, ctx))
 
 
 def positions_and_types(spec: ModelFacts, builder: LayerBuilder) -> PositionTable:

@@ -36,7 +36,7 @@ QKV = ("q_proj", "k_proj", "v_proj")
 
 
 class GroupedQueryAttention:
-    """Grouped-query attention (Ainslie et al. 2023), with rotary positions or none.
+    """Grouped-query attention (Ainslie et al. 2023), with rotary positions, ALiBi or neither.
 
     Args:
         scope: of its names.
@@ -99,6 +99,7 @@ class GroupedQueryAttention:
             bidirectional=facts.bidirectional,
             value_dim=facts.value_dim,
             sink_name=sink_name,
+            slopes=facts.slopes,
         )
         width = heads * spec.value_dim(facts)
         self.o = inner.linear(o, width, hidden, bias=spec.o_bias, role="o")
@@ -362,6 +363,7 @@ class Decoder:
         scopes: of all but the head; the first one in the checkpoint is taken.
         names: of the embedding, the layers, the last norm and the head; "": no such norm or head.
         make_positions: makes the table of learned positions; None: none.
+        embed_norm: name of the norm of embeddings; "": none.
     """
 
     def __init__(
@@ -373,6 +375,7 @@ class Decoder:
         scopes: tuple[str, ...] = ("model", ""),
         names: tuple[str, str, str, str] = ("embed_tokens", "layers", "norm", "lm_head"),
         make_positions: MakePositions | None = None,
+        embed_norm: str = "",
     ) -> None:
         embed, layers, last, head = names
         trunk = builder.at(*scopes)
@@ -385,6 +388,7 @@ class Decoder:
             scale=spec.scales.embedding,
         )
         self.positions = None if make_positions is None else make_positions(spec, trunk)
+        self.embed_norm = layer_norms(spec, trunk)(embed_norm) if embed_norm else None
         self.ropes = [builder.rope(rope, width) for rope, width in spec.rotations]
         pairs = [spec.rotation(layer) for layer in spec.layers]
         self.turned = [None if pair is None else spec.rotations.index(pair) for pair in pairs]
@@ -416,7 +420,9 @@ class Decoder:
     def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
         x = self.embed(ids)
-        return x if self.positions is None else self.positions.add(ctx.positions, x)
+        if self.positions is not None:
+            x = self.positions.add(ctx.positions, x)
+        return x if self.embed_norm is None else self.embed_norm(x)
 
     def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor | None:
         """Return additional inputs of the layers, computed from token ids; here None."""

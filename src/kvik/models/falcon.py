@@ -2,29 +2,41 @@
 one matrix, stored KV head by KV head.
 
 The 7B has one KV head and one LayerNorm. The 40B has several KV heads, and separate norms for
-attention and MLP; Falcon 2 has several KV heads and one norm.
+attention and MLP; Falcon 2 has several KV heads and one norm. Falcon RW is a BLOOM without a norm
+of the embeddings, and scales slopes like scores.
 """
 
 from __future__ import annotations
 
 from functools import partial
 
+from kvik.models.bloom import ATTENTION, MATRICES, NAMES, SCOPES, BloomLayer
 from kvik.models.decoder import Decoder, Layer, ParallelLayer
-from kvik.models.gpt_neox import HEAD_BY_HEAD, NEOX_MLP
+from kvik.models.gpt_neox import NEOX_MLP
 from kvik.spec.declare import SEPARATE, Architecture, FilePart, LayerBuilder
-from kvik.spec.fields import MAX_HEADS, Fields
+from kvik.spec.fields import MAX_HEADS, MAX_WIDTH, Fields
+from kvik.spec.layers import LayerSpec, alibi_slopes, rotary_layers
 from kvik.spec.model import ModelFacts
 
-TWO_NORMS = "two norms"
+TWO_NORMS, SEQUENTIAL = "two norms", "MLP after attention"
 HAS_TWO = "has_two_norms"  # key of config.json that only GGUF files imply
 
 
 def falcon_layer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> Layer:
+    if spec.wiring == SEQUENTIAL:
+        return BloomLayer(spec, builder, layer)
     norms: tuple[str, ...] = ("ln_mlp" if spec.wiring == SEPARATE else "input_layernorm",)
     if spec.wiring == TWO_NORMS:
         norms = ("ln_attn", "ln_mlp")
-    attention = partial(HEAD_BY_HEAD, scope="self_attention")
-    return ParallelLayer(spec, builder, layer, attention, NEOX_MLP, norms)
+    return ParallelLayer(spec, builder, layer, ATTENTION, NEOX_MLP, norms)
+
+
+def falcon_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    if not fields.boolean("alibi", False):
+        return rotary_layers(fields, layers, positions)
+    heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
+    head_dim = max(1, fields.integer("hidden_size", 1, MAX_WIDTH) // heads)
+    return (LayerSpec(slopes=alibi_slopes(heads, factor=head_dim**-0.5)),) * layers
 
 
 def falcon_kv_heads(fields: Fields) -> int:
@@ -35,7 +47,14 @@ def falcon_kv_heads(fields: Fields) -> int:
 
 
 def falcon_wiring(fields: Fields) -> str:
-    """Return whether there are two norms; a single one has the name of the second in files."""
+    """Return whether attention and MLP are in parallel, and then whether there are two norms; a
+    single one has the name of the second in files."""
+    if not fields.boolean("parallel_attn", True):
+        grouped = fields.boolean("new_decoder_architecture", False)
+        if grouped or not fields.boolean("alibi", False):
+            reason = "must be true with rotary positions or new_decoder_architecture"
+            raise fields.error("parallel_attn", reason)
+        return SEQUENTIAL
     if HAS_TWO in fields:
         return TWO_NORMS if fields.boolean(HAS_TWO, False) else SEPARATE
     norms = fields.integer("num_ln_in_parallel_attn", 1, 2, 2)
@@ -45,13 +64,14 @@ def falcon_wiring(fields: Fields) -> str:
 FALCON = Architecture(
     "FalconForCausalLM",
     "falcon",
-    "Falcon and Falcon 2, except models with ALiBi",
+    "Falcon, Falcon RW and Falcon 2",
     partial(
         Decoder,
         make_layer=falcon_layer,
-        scopes=("transformer", ""),
-        names=("word_embeddings", "h", "ln_f", "lm_head"),
+        scopes=SCOPES,
+        names=NAMES,
     ),
+    layers=falcon_layers,
     qkv_bias="bias",
     o_bias="bias",
     mlp_bias="bias",
@@ -69,7 +89,6 @@ FALCON = Architecture(
         "num_key_value_heads": "num_kv_heads",
         "rms_norm_eps": "layer_norm_epsilon",
     },
-    fixed={"alibi": False, "parallel_attn": True},
     gguf="falcon",
     gguf_names={
         "blk": "transformer.h",
@@ -77,10 +96,7 @@ FALCON = Architecture(
         "output_norm": "transformer.ln_f",
         "attn_norm": "ln_mlp",
         "attn_norm_2": "ln_attn",
-        "attn_qkv": "self_attention.query_key_value",
-        "attn_output": "self_attention.dense",
-        "ffn_up": "mlp.dense_h_to_4h",
-        "ffn_down": "mlp.dense_4h_to_h",
+        **MATRICES,
     },
     gguf_parts=lambda spec: {"input_layernorm": (FilePart("ln_mlp"),)},
     gguf_present={"attn_norm_2": HAS_TWO},

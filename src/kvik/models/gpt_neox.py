@@ -28,10 +28,10 @@ from kvik.spec.declare import Architecture
 from kvik.spec.fields import MAX_HEADS, MAX_WIDTH, Fields
 from kvik.spec.layers import LayerSpec, rotary_layers
 from kvik.spec.model import ModelScales
-from kvik.spec.rope import MAX_POSITIONS, read_rope
+from kvik.spec.rope import MAX_POSITIONS
 from kvik.spec.visible_keys import Window
 
-# Falcon's matrices have the same names.
+# The matrices of BLOOM and Falcon have the same names.
 HEAD_BY_HEAD = partial(GroupedQueryAttention, qkv=("query_key_value",), o="dense", by_head=True)
 NEOX_MLP = partial(plain_mlp, up="dense_h_to_4h", down="dense_4h_to_h")
 NeoXLayer = partial(
@@ -40,14 +40,6 @@ NeoXLayer = partial(
     feed=NEOX_MLP,
     norms=("input_layernorm", "post_attention_layernorm"),
 )
-
-
-def neox_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Every layer sees all keys; files have other names for the rotary parameters."""
-    older = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-    named = {key: fields.raw(old) for key, old in older.items() if old in fields}
-    rope = read_rope(fields.changed(named), positions, fraction=0.25)
-    return (LayerSpec(None, rope),) * layers
 
 
 GPT_NEOX = Architecture(
@@ -60,7 +52,8 @@ GPT_NEOX = Architecture(
         scopes=("gpt_neox", ""),
         names=("embed_in", "layers", "final_layer_norm", "embed_out"),
     ),
-    layers=neox_layers,
+    layers=partial(rotary_layers, fraction=0.25),
+    older={"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     mlp_bias=True,

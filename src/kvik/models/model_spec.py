@@ -65,7 +65,8 @@ class ModelSpec(ModelFacts):
         arch = ARCHITECTURES[name]
         if config.get(arch.inside) is not None:
             config, where = text_config(config, arch.inside), f"{where} {arch.inside}"
-        fields = Fields({**arch.defaults, **config}, where)
+        named = {new: config[old] for old, new in arch.older.items() if config.get(old) is not None}
+        fields = Fields({**arch.defaults, **config, **named}, where)
         key = {k: arch.keys.get(k, k) for k in _RENAMED}
         hidden = fields.integer(key["hidden_size"], 1, MAX_WIDTH)
         blocks = len(fields.strings(BLOCK_KINDS))  # transformers saves no number with it

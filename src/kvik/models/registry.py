@@ -10,6 +10,7 @@ from kvik.models import (
     bamba,
     bert,
     bitnet,
+    bloom,
     cohere,
     dbrx,
     deepseek,
@@ -35,6 +36,7 @@ from kvik.models import (
     minicpm,
     mixtral,
     modernbert,
+    mpt,
     nemotron,
     nemotron_h,
     olmo2,
@@ -56,7 +58,7 @@ FILES = (
     *(deepseek, lfm2, ernie4_5, nemotron, nemotron_h, qwen_vl, gpt_neox, gemma, gemma4, cohere),
     *(afmoe, apertus, bamba, hunyuan, minicpm, starcoder2, falcon, opt, gpt2, bert, modernbert),
     *(olmo_hybrid, falcon_h1, kimi_linear, laguna, kolibri1, persimmon, pure_mamba2),
-    *(mimo_v2, flint, dbrx, bitnet),
+    *(mimo_v2, flint, dbrx, bitnet, bloom, mpt),
 )
 ARCHITECTURES: Mapping[str, Architecture] = {
     row.name: row for file in FILES for row in vars(file).values() if isinstance(row, Architecture)

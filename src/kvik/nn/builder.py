@@ -814,6 +814,7 @@ class Builder(LayerBuilder):
         bidirectional: int | None = None,
         value_dim: int | None = None,
         sink_name: str = SINKS,
+        slopes: Sequence[float] = (),
     ) -> Attention:
         """Return the attention of a layer.
 
@@ -824,7 +825,7 @@ class Builder(LayerBuilder):
             softcap: as in `AttentionSpec`.
             sinks: number of heads with a learned sink; 0: none.
             rope: rotation of q and k; None: none.
-            kv_from, bidirectional, value_dim: as in `LayerSpec`.
+            kv_from, bidirectional, value_dim, slopes: as in `LayerSpec`.
             sink_name: of the sinks.
 
         Raises:
@@ -840,10 +841,11 @@ class Builder(LayerBuilder):
         learned = None
         if sinks:
             learned = self._tensor(self._name(sink_name), (sinks,), "bias")
+        alibi = torch.tensor(slopes, dtype=torch.float32, device=self.device) if slopes else None
         scale = head_dim**-0.5 if scale is None else scale
         local_heads = self._scope in self.declared.heads
         spec = AttentionSpec(
-            scale, head_norms, softcap, learned, local_heads, bidirectional, value_dim
+            scale, head_norms, softcap, learned, local_heads, bidirectional, value_dim, alibi
         )
         self.backend.caps.check(spec)
         q_rope = None

@@ -117,7 +117,7 @@ class Architecture:
     # LayerNorm do not have.
     rms_norm: bool | str = True
     gated_mlp: bool = True  # down(act(gate(x)) * up(x)), else down(act(up(x)))
-    rotary: bool = True  # rotary positions, else learned ones
+    rotary: bool = True  # rotary positions; else learned ones, or ALiBi
     indexed: bool = False  # its layers have indexers (`IndexSpec`)
     # Its checkpoints may have this head that drafts; None: none, or kvik does not know it.
     predictor: PredictorSpec | None = None
@@ -141,6 +141,8 @@ class Architecture:
     defaults: Mapping[str, object] = field(default_factory=dict)
     # Usual name of a config.json key -> its name in this architecture.
     keys: Mapping[str, str] = field(default_factory=dict)
+    # Older name of a config.json key -> its present name.
+    older: Mapping[str, str] = field(default_factory=dict)
     # Key of the object that describes the text model, if config.json describes more; "": none.
     inside: str = ""
     # `model_type` in that object -> another architecture, which it names.
@@ -423,6 +425,7 @@ def gguf_shared_width(spec: ModelFacts) -> dict[str, float | Sequence[int]]:
     return {"expert_shared_feed_forward_length": width} if width else {}
 
 
+MAX_BIAS = "attention.max_alibi_bias"  # in GGUF files, the largest exponent of slopes
 SINKS = "sinks"  # usual name of the learned sinks in the scope of attention
 NO_TYPES = ("", 1)  # of `LayerBuilder.embedding`
 NO_PARTS: Mapping[str, int] = MappingProxyType({})  # of `LayerBuilder.causal_conv`
@@ -839,6 +842,7 @@ class LayerBuilder:
         bidirectional: int | None = None,
         value_dim: int | None = None,
         sink_name: str = SINKS,
+        slopes: Sequence[float] = (),
     ) -> AttentionLayer:
         if sinks:
             self._other(sink_name, sinks)

@@ -89,6 +89,7 @@ class LayerSpec:
 
     window: Window | None = None  # which keys a query sees; None: all
     rope: RopeSpec | None = None  # rotary positions of queries and keys; None: none
+    slopes: tuple[float, ...] = ()  # of ALiBi, for each head (`alibi_slopes`); (): none
     experts: ExpertsSpec | None = None  # of its feed-forward part; None: a plain MLP
     latent: LatentSpec | None = None  # latent attention; None: keys and values of heads
     # Of latent attention, chooses the keys; None: a query reads all that it sees.
@@ -147,6 +148,19 @@ LayerRule = Callable[[Fields, int, int], tuple[LayerSpec, ...]]
 def unturned_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
     """Layers without positions, as in GPT-2: learned positions are part of the embedding."""
     return (LayerSpec(),) * layers
+
+
+def alibi_slopes(heads: int, largest: float = 8.0, factor: float = 1.0) -> tuple[float, ...]:
+    """Return the slopes of heads (ALiBi, Press et al. 2021, arXiv 2108.12409, section 3): powers of
+    2 with exponents up to `largest` in equal steps, for the next power of two of heads. Of these
+    those with the larger steps come first.
+
+    Args:
+        factor: of the slopes.
+    """
+    count = 1 << (heads - 1).bit_length()
+    slopes = [factor * 2.0 ** (-largest * i / count) for i in range(1, count + 1)]
+    return tuple(slopes if heads == count else (slopes[1::2] + slopes[::2])[:heads])
 
 
 def encoder_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
