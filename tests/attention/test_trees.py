@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.attention_backends import KV_FORMATS as FORMATS
-from helpers.attention_backends import NAMES, PARENTS, one_sequence, tree_words
+from helpers.attention_backends import NAMES, OPTIONS, PARENTS, one_sequence, tree_words
 from helpers.windows import as_window, chunks, sinks
 
-from kvik.attention.base import Attend, LayerKV
+from kvik.attention.base import Attend, AttentionSpec, LayerKV
 
 formats = pytest.mark.parametrize("format", FORMATS)
 windows = pytest.mark.parametrize(
@@ -33,11 +35,14 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 @windows
 @pytest.mark.parametrize("cached", [0, 2, 5, 60, 300])
-def test_a_node_sees_its_path(backend, make_step, cached, window):
+@pytest.mark.parametrize("options", [{}, OPTIONS["alibi"]], ids=["plain", "alibi"])
+def test_a_node_sees_its_path(backend, make_step, cached, window, options):
     """In a batch with plain sequences, which are not affected."""
     plain = [(12, 1), (30, 20)]
     step = make_step([plain[0], (cached, len(TREE)), plain[1]])
-    step = step.with_trees((), TREE, ()).with_rotation(window)
+    step = replace(
+        step.with_trees((), TREE, ()).with_rotation(window), spec=AttentionSpec(0.3, **options)
+    )
     step.check(step.run(backend, window), window)
 
 

@@ -225,10 +225,12 @@ def test_garbage_outside_the_window_is_never_read(kernel, make_step, window, kep
     ],
     ids=str,
 )
-def test_a_node_sees_its_path(make_step, cached, window):
+@pytest.mark.parametrize("options", [{}, OPTIONS["alibi"]], ids=["plain", "alibi"])
+def test_a_node_sees_its_path(make_step, cached, window, options):
     """In a batch with plain sequences, which are not affected."""
     step = make_step([(12, 1), (cached, len(TREE)), (30, 3), (0, 4)])
     step = step.with_trees((), TREE, (), TREE[:4]).with_rotation(window)
+    step = replace(step, spec=AttentionSpec(0.3, **options))
     step.check(attend(step, window), window)
 
 
