@@ -237,13 +237,14 @@ def _attention(
     window: bool = False,
     sunk: bool = False,
     cut: bool = False,
+    alibi: bool = False,
     **limits: Any,
 ) -> Entries:
     """Return the entries of sequences of 32k keys. Queries are bf16, or fp32 like the cache.
 
     Args:
         capped: scores are capped, and heads have sinks. sunk: the window has sinks.
-        cut: sequences have a first key.
+        cut: sequences have a first key. alibi: heads have slopes.
     """
     q = (_fp32 if cache == torch.float32 else _bf16)(queries * sequences, HEADS, head_dim)
     k, v, scales = _caches(cache, head_dim)
@@ -258,13 +259,16 @@ def _attention(
         Window(4096, False, 4 if sunk else 0) if window or sunk else None,
         runs_of((queries,) * sequences, (context,) * sequences),
     )
-    scoring = Scoring(0.1, 50.0, _fp32(HEADS)) if capped else Scoring(0.1)
+    of_heads = _fp32(HEADS)
+    scoring = Scoring(0.1, 50.0, of_heads) if capped else Scoring(0.1)
+    scoring = replace(scoring, slopes=of_heads if alibi else None)
     flags = {
         "tree": tree,
         "capped, sinks": capped,
         "window": window,
         "sinks of a window": sunk,
         "cut": cut,
+        "alibi": alibi,
     }
     words = [f"{sequences} x {queries} queries of {head_dim}, KV {str(cache)[6:]}"]
     words += [word for word, flag in flags.items() if flag]
@@ -293,6 +297,10 @@ DECODE = (
     _attention(64, _BF16, sunk=True, loop=_KEYS),
     _attention(128, _BF16, sunk=True, loop=_KEYS),
     _attention(128, _BF16, cut=True, loop=_KEYS),
+    _attention(128, _BF16, alibi=True),
+    _attention(128, _INT8, alibi=True, sunk=True),
+    _attention(128, _BF16, queries=_M32, tree=True, alibi=True),
+    _attention(128, _BF16, queries=_M64, alibi=True),
     # Spills are between the loops over sinks and over the window, not inside them.
     _attention(128, _INT8, sunk=True, loop=Loop(copies=4), max_spills=64),
     _attention(128, _BF16, queries=_M32, tree=True, sunk=True, max_spills=160),
@@ -326,6 +334,9 @@ PREFILL = (
     _prefill(128, _BF16, sunk=True, loop=_TILE),
     _prefill(128, _INT8, sunk=True),
     _prefill(64, _BF16, capped=True),
+    _prefill(64, _BF16, alibi=True),
+    _prefill(128, _BF16, alibi=True),
+    _prefill(128, _INT8, alibi=True, sunk=True),
     _prefill(256, _BF16, capped=True),
     _prefill(256, _BF16, loop=Loop(copies=8, products=18, waits=1, barriers=2)),
     *(
