@@ -309,6 +309,7 @@ class Still:
 
     num_unfinished = 1
     signs_of_life = 1
+    changing = False
     state, reason = EngineState.READY, ""
     step_limit: float | None = None
 
@@ -334,23 +335,35 @@ async def test_time_in_which_the_event_loop_was_blocked_does_not_count():
 
 
 @pytest.mark.parametrize(
-    ("limit", "stalls_at", "lost_at"),
-    [(None, 3600, 3630), (30.0, 30, 60), (1920.0, 1920, 1950), (7680.0, 3600, 3630)],
+    ("limit", "loads", "stalls_at", "lost_at"),
+    [
+        (None, 0, 3600, 3630),
+        (30.0, 0, 30, 60),
+        (30.0, 200, 230, 260),
+        (1920.0, 0, 1920, 1950),
+        (7680.0, 0, 3600, 3630),
+    ],
 )
 def test_the_stall_limit_follows_measured_steps(
-    limit: float | None, stalls_at: float, lost_at: float
+    limit: float | None, loads: float, stalls_at: float, lost_at: float
 ) -> None:
-    """A model whose steps may take an hour gets a shorter limit once they are known to be short."""
+    """A model whose steps may take an hour gets a shorter limit once they are known to be short.
+    While an engine loads adapters, it computes none."""
 
     class Watched(Still):
         step_limit = limit
-        stalled_at = 0.0
+        stalled_at = until = 0.0
+
+        @property
+        def changing(self) -> bool:
+            return asyncio.get_running_loop().time() < self.until
 
         def set_state(self, state: EngineState, reason: str) -> None:
             self.stalled_at = self.stalled_at or asyncio.get_running_loop().time()
 
     async def test() -> None:
         line, clock = Watched(), asyncio.get_running_loop().time
+        line.until = clock() + loads
         supervisor = Supervisor([], EngineStart(tiny_config()), RestartPolicy(stall=3600.0), print)
         began = clock()
         await supervisor._watch(line)

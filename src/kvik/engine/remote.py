@@ -190,6 +190,7 @@ class EngineLink:
         self.signs_of_life = 0
         # Seconds that the steps in flight may take; None: unknown.
         self.step_limit: float | None = None
+        self.changing = False  # the engine loads adapters, and computes no step meanwhile
 
     # -- for the owner ---------------------------------------------------------------------------
 
@@ -239,7 +240,11 @@ class EngineLink:
             ParamError: the engine refuses one.
             UnavailableError: the engine is not ready, or does not answer in time.
         """
-        await self._ask("set_adapters", LOAD_SECONDS, adapters)
+        self.changing = True
+        try:
+            await self._ask("set_adapters", LOAD_SECONDS, adapters)
+        finally:
+            self.changing = False
 
     async def _ask(
         self, question: str, seconds: float, adapters: tuple[Adapter, ...] = ()

@@ -309,7 +309,7 @@ class Supervisor:
             silent = "" if self._child is None else heartbeats.look(self._child.beats, now)
             if silent and not self._lost.is_set():
                 return f"the engine process {silent}"
-            expected = link.num_unfinished > 0
+            expected = link.num_unfinished > 0 and not link.changing
             stood = progress.look(link.signs_of_life, now, expected=expected)
             if not stood and link.state is EngineState.STALLED:
                 link.set_state(EngineState.READY, "")
