@@ -32,7 +32,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"vocab_size": 32_000, "d_model": 768, "ffn_dim": 3072, "num_layers": 12},
         **{"attention_heads": 12, "max_position_embeddings": 2048},
     },
-    "Mamba": {"vocab_size": 32_000, "hidden_size": 768, "num_hidden_layers": 24},
 }
 Answer = Callable[[list[list[int]]], list[list[int]]]
 

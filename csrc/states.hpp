@@ -280,7 +280,8 @@ inline int64_t inputs_width(const recurrence_args& a) {
 }
 
 inline int64_t gates_width(const recurrence_args& a) {
-    return a.skip ? a.value_heads : (a.by_row ? a.key_dim + 1 : 2) * a.value_heads;
+    const int64_t each = a.by_channel ? a.value_dim : a.by_row ? a.key_dim : 1;
+    return (a.skip ? each : each + 1) * a.value_heads;
 }
 
 template <class T, bool kByRow>
@@ -340,6 +341,88 @@ void head_columns(const recurrence_args& a, const StateTokens& on, int64_t head,
     }
 }
 
+// Channels of a state whose numbers each have their own decay that a task takes through all tokens: few rows make a
+// token short, so a task reads several lines of each.
+constexpr int64_t kScanChannels = 8 * kLanes;
+
+template <class T>
+struct Channels {
+    const recurrence_args& a;
+    int64_t head, channel, count;
+    // state, rates: tiles [key_dim, kScanChannels]; a rate is the binary logarithm of the decay by a step of 1.
+    float *state, *rates;
+    float *keys, *queries;  // of a token
+
+    int64_t first() const { return head * a.value_dim + channel; }
+
+    // Takes the tile through a token with these inputs. y: the output; null: it is not needed.
+    template <class X>
+    void pass(const X* x, const X* gates, T* y) const {
+        const int64_t key_head = head / (a.value_heads / a.key_heads);
+        const X* k = x + a.value_heads * a.value_dim + key_head * a.key_dim;
+        widen(keys, k, a.key_dim);
+        widen(queries, k + a.key_heads * a.key_dim, a.key_dim);
+        const float *bias = static_cast<const float*>(a.bias), *skip = static_cast<const float*>(a.skip);
+        alignas(64) float steps[kScanChannels];  // first, as each takes long and none waits for another
+        each_vector(0, count, [&](int64_t c, auto n) KVIK_INLINED {
+            const int64_t at = first() + c;
+            store(steps + c, softplus(add(load(gates + at, n), load(bias + at, n))));
+        });
+        each_vector(0, count, [&](int64_t c, auto n) KVIK_INLINED {
+            const int64_t at = first() + c;
+            const F32 value = load(x + at, n), step = load(steps + c), change = mul(step, value);
+            F32 out = mul(value, load(skip + at, n)), odd = zero();
+            for (int64_t i = 0; i < a.key_dim; i++) {
+                float* number = state + i * kScanChannels + c;
+                const F32 decay = power_of_two(mul(load(rates + i * kScanChannels + c), step));
+                const F32 now = fma(broadcast(keys[i]), change, mul(decay, load(number)));
+                store(number, now);
+                F32& sum = i & 1 ? odd : out;
+                sum = fma(now, broadcast(queries[i]), sum);
+            }
+            if (y) store(y + at, add(out, odd), n);
+        });
+    }
+};
+
+template <class T>
+void scan_channels(const recurrence_args& a, const StateTokens& on, int64_t head, int64_t channel, float* scratch) {
+    const int64_t left = a.value_dim - channel, size = a.key_dim * kScanChannels;
+    float* rates = scratch + size;
+    const Channels<T> channels{a,       head,  channel,      left < kScanChannels ? left : kScanChannels,
+                               scratch, rates, rates + size, rates + size + a.key_dim};
+    const int64_t numbers = head * a.key_dim * a.value_dim + channel;
+    float* state = static_cast<float*>(a.state) + on.row * a.state_stride + numbers;
+    const T* x = static_cast<const T*>(a.x) + on.first * a.x_stride;
+    const T* gates = static_cast<const T*>(a.gates) + on.first * a.gates_stride;
+    T* y = static_cast<T*>(a.y) + on.first * a.y_stride;
+    const auto each_number = [&](const auto& work) {
+        for (int64_t i = 0; i < a.key_dim; i++)
+            each_vector(0, channels.count, [&](int64_t c, auto n) KVIK_INLINED {
+                work(i * a.value_dim + c, i * kScanChannels + c, n);
+            });
+    };
+    const float* decay = static_cast<const float*>(a.decay) + numbers;
+    each_number([&](int64_t from, int64_t to, auto n) KVIK_INLINED {
+        store(channels.state + to, on.fresh ? zero() : load(state + from, n));
+        store(rates + to, mul(broadcast(-1.44269504f), exp(load(decay + from, n))));
+    });
+    const int64_t width = inputs_width(a), certain = on.count - on.drafts;
+    const float* log = static_cast<const float*>(a.log) + on.row * a.log_stride;
+    for (int64_t i = 0; i < on.pending; i++, log += width + gates_width(a)) channels.pass(log, log + width, (T*)nullptr);
+    for (int64_t i = 0; i < on.count; i++) {
+        if (i == certain)
+            each_number([&](int64_t to, int64_t from, auto n) KVIK_INLINED {
+                store(state + to, load(channels.state + from), n);
+            });
+        channels.pass(x + i * a.x_stride, gates + i * a.gates_stride, y + i * a.y_stride);
+    }
+    if (on.drafts) return;
+    each_number([&](int64_t to, int64_t from, auto n) KVIK_INLINED {
+        store(state + to, load(channels.state + from), n);
+    });
+}
+
 template <class T>
 void log_draft(const recurrence_args& a, const StateTokens& on, int64_t draft) {
     const int64_t token = on.first + on.count - on.drafts + draft, width = inputs_width(a), gates = gates_width(a);
@@ -349,15 +432,19 @@ void log_draft(const recurrence_args& a, const StateTokens& on, int64_t draft) {
 }
 
 void recurrence(const recurrence_args& a, Team& team) {
-    const int64_t parts = (a.value_dim + kStateColumns - 1) / kStateColumns, each = a.value_heads * parts;
-    const size_t scratch = size_t(a.key_dim * (kStateColumns + 8)) * sizeof(float);
+    const int64_t columns = a.by_channel ? kScanChannels : kStateColumns;
+    const int64_t parts = (a.value_dim + columns - 1) / columns, each = a.value_heads * parts;
+    const size_t scratch = size_t(a.key_dim * ((a.by_channel ? 2 : 1) * columns + 8)) * sizeof(float);
     together(team, a.num_seqs * each, [&](Member& member) {
         float* own = static_cast<float*>(member.scratch(scratch));
         for (int64_t task; (task = member.next()) >= 0;) {
             const StateTokens on = state_tokens(a, task / each);
             if (on.row < 0) continue;
-            const int64_t head = task % each / parts, column = task % parts * kStateColumns;
-            if (a.by_row)
+            const int64_t head = task % each / parts, column = task % parts * columns;
+            if (a.by_channel)
+                a.dtype == kBF16 ? scan_channels<bf16>(a, on, head, column, own)
+                                 : scan_channels<float>(a, on, head, column, own);
+            else if (a.by_row)
                 a.dtype == kBF16 ? head_columns<bf16, true>(a, on, head, column, own)
                                  : head_columns<float, true>(a, on, head, column, own);
             else

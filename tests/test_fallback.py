@@ -30,15 +30,18 @@ from kvik.worker.transformers_model import RequestCaches, TransformersModel, mod
 
 pytestmark = pytest.mark.usefixtures("forked")
 
-# Architectures that only transformers has: computed positions; a window in most layers; states and
-# no keys.
+# Architectures that only transformers has: computed positions; a window in most layers; states, and
+# attention beside them in some.
 FAMILIES: dict[str, dict[str, Any]] = {
     "XGLM": {"ffn_dim": 56, "num_key_value_heads": 4},
     "Beam": {
         **{"num_hidden_layers": 4, "head_dim": 8, "sliding_window": 9, "num_experts": 4},
         **{"num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1},
     },
-    "Mamba": {"hidden_size": 32, "num_hidden_layers": 3, "state_size": 8},
+    "Zamba": {
+        **{"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+        **{"num_key_value_heads": 4, "mamba_d_state": 8},
+    },
 }
 COMMON: dict[str, Any] = {
     "device": "cpu",
@@ -77,7 +80,7 @@ def caches_of(llm: LLM) -> RequestCaches:
     "family",
     [
         "XGLM",
-        "Mamba",
+        "Zamba",
         pytest.param("Beam", marks=pytest.mark.full),
     ],
 )
@@ -190,8 +193,8 @@ def test_caches_are_freed(saved, monkeypatch):
 
 
 def test_models_with_states_continue_token_by_token(saved):
-    """Mamba's kernels take several tokens as the start of a text; attention models continue it."""
-    for family, in_chunks in (("Mamba", False), ("XGLM", True)):
+    """Zamba's kernels take several tokens as the start of a text; attention models continue it."""
+    for family, in_chunks in (("Zamba", False), ("XGLM", True)):
         found = TransformersModel(saved(family)[1])
         assert found.in_chunks == in_chunks
         found.in_chunks = False

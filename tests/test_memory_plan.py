@@ -267,6 +267,7 @@ def test_the_plan_matches_the_peak_of_a_large_model(
         {"architectures": ["MiMoV2FlashForCausalLM"], "mlp_layer_types": ["dense"] * 3}
         | {"head_dim": 48, "v_head_dim": 32, "num_experts_per_tok": 2},
         {"architectures": ["Mamba2ForCausalLM"], "num_heads": 32, "head_dim": 16},
+        {"architectures": ["FalconMambaForCausalLM"], "intermediate_size": 1024},
         {"adapters": 2},
         {"adapters": 2, "architectures": ["GPT2LMHeadModel"], "n_embd": 256, "n_layer": 3}
         | {"n_head": 8, "n_positions": 4096, "n_inner": 1024},

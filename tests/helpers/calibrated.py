@@ -98,6 +98,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
     "Mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 16},
+    "Mamba": {"intermediate_size": 64},
+    "FalconMamba": {"intermediate_size": 64, "tie_word_embeddings": False},
+    "Jamba": {
+        **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 0},
+        **{"num_experts": 4, "num_experts_per_tok": 4, "intermediate_size": 64},
+    },
     "GPTBigCode": {},
     "CodeGen": {"n_embd": 128, "n_head": 8, "rotary_dim": 8},
     "Persimmon": {"num_key_value_heads": 4},
@@ -219,6 +225,9 @@ LEFT: dict[str, set[str]] = {
     "Cohere2Moe": {"gate"},
     "GraniteMoeHybrid": {"layer"},  # router.layer
     "NemotronH": {"gate"},
+    "Mamba": {"x_proj", "dt_proj"},
+    "FalconMamba": {"x_proj", "dt_proj"},
+    "Jamba": {"x_proj", "dt_proj", "router"},
     "Lfm3": {"gate_proj"},
     "Laguna": {"gate", "g_proj"},
     "Kolibri1": {"gate"},

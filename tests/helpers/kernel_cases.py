@@ -760,6 +760,7 @@ def _states() -> list[Case]:
         long: bool = False,
         beta_scale: float = 1.0,
         by_row: bool = False,
+        by_channel: bool = False,
     ) -> Case:
         def make(m: Maker) -> Arguments:
             of = (long_sequences if long else sequences)(m, drafted)
@@ -767,10 +768,14 @@ def _states() -> list[Case]:
             channels = 2 * key_heads * key_dim + value_heads * value_dim
             state = m.normal(5, value_heads, key_dim, value_dim, dtype=torch.float32)
             state[0] = float("nan")
-            decays = value_heads * (key_dim if by_row else 1)
+            decays = value_heads * (key_dim if by_row else value_dim if by_channel else 1)
             columns = decays if space else value_heads + decays
             log = m.normal(5, most_drafts * drafted, channels + columns, dtype=torch.float32)
-            decay, *skip = (m.normal(value_heads, dtype=torch.float32) for _ in range(1 + space))
+            rates, skips = (value_heads,), (value_heads,)
+            if by_channel:
+                rates, skips = (value_heads, key_dim, value_dim), (decays,)
+            decay = m.normal(*rates, dtype=torch.float32)
+            skip = [m.normal(*skips, dtype=torch.float32)] if space else []
             bias = m.normal(decays, dtype=torch.float32)
             heads = StateHeads(decay, bias, key_heads, *skip, beta_scale=beta_scale)
             wide, gates = m.normal(tokens, channels + 3), m.normal(tokens, columns)
@@ -787,6 +792,7 @@ def _states() -> list[Case]:
         name = f"{key_heads}/{value_heads} of {key_dim}x{value_dim}"
         name += " space" * space + " drafts" * drafted + " long" * long
         name += " reversing" * (beta_scale > 1) + " by row" * by_row
+        name += " by channel" * by_channel
         return Case("recurrence", name, make, run, written=(3, 4), product=True)
 
     def gated(rows: int, dim: int, by: str, gates: int, fp32: bool = False) -> Case:
@@ -813,6 +819,12 @@ def _states() -> list[Case]:
         *(recurrence(2, 4, 24, 40, beta_scale=2.0, drafted=drafted) for drafted in (False, True)),
         *(recurrence(3, 3, 17, 70, by_row=True, drafted=drafted) for drafted in (False, True)),
         recurrence(1, 2, 128, 40, by_row=True, long=True),
+        recurrence(1, 2, 16, 70, space=True, by_channel=True, long=True),
+        *(
+            recurrence(*sizes, space=True, by_channel=True, drafted=drafted)
+            for sizes in ((1, 1, 1, 40), (2, 4, 5, 3), (1, 1, 16, 133))
+            for drafted in (False, True)
+        ),
         *(gated(1, 1, by, 1) for by in GATES),
         *(gated(7, 133, by, gates) for by in GATES for gates in (1, 7, 133)),
         *(gated(7, 133, "none", gates, fp32=True) for gates in (1, 133)),

@@ -283,6 +283,13 @@ BESIDE = model_config(  # attention and Mamba-2 in each layer
     ssm_multipliers=[0.4, 0.3, 0.7, 0.5, 1.4], torch_dtype="float32",
 )  # fmt: skip
 
+CHANNELS = model_config(  # Mamba, attention, Mamba; experts, an MLP, experts
+    "JambaForCausalLM",
+    vocab=96, hidden=32, inner=32, layers=3, heads=4, kv_heads=2, head_dim=16, positions=256,
+    attn_layer_period=3, attn_layer_offset=1, expert_layer_offset=0, num_experts=6,
+    num_experts_per_tok=2, mamba_d_state=12, torch_dtype="float32",
+)  # fmt: skip
+
 PURE = {  # Mamba-2 in every layer
     **{"architectures": ["Mamba2ForCausalLM"], "vocab_size": 96, "hidden_size": 32},
     **{"num_hidden_layers": 3, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2},
@@ -318,7 +325,8 @@ def make_model(name: str, folder: Path) -> dict[str, object]:
         return {"model": BUNDLED}
     configs = {"latent": LATENT, "capped": CAPPED, "chunked": CHUNKED, "states": STATES}
     configs |= {"spaces": SPACES, "beside": BESIDE, "rows": ROWS, "indexed": INDEXED}
-    configs |= {"pure": PURE, "narrow": NARROW, "gpt-oss": GPT_OSS, "alibi": ALIBI}
+    configs |= {"pure": PURE, "channels": CHANNELS, "narrow": NARROW, "gpt-oss": GPT_OSS}
+    configs |= {"alibi": ALIBI}
     config = configs.get(name, WINDOWED)
     (folder / "config.json").write_text(json.dumps(config))
     return {"model": str(folder), "load_format": "random", "seed": 3}

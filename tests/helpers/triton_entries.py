@@ -617,6 +617,11 @@ _BY_ROW = replace(_DELTA, bias=_fp32(32 * 128))
 _LINEAR = states.recurrence, _WIDE, _bf16(9, 64), _DELTA, _STATE, _LOG
 _ROWS = states.recurrence, _WIDE, _bf16(9, 32 * 129), _BY_ROW, _STATE, _fp32(3, 4, 8192 + 32 * 129)
 _SPACES = states.recurrence, _WIDE, _bf16(9, 32), _SPACE, _STATE, _LOG
+_BY_CHANNEL = StateHeads(_fp32(1, 16, 4096), _fp32(4096), 1, _fp32(4096))
+_CHANNELS_OF = (  # of a Mamba layer
+    *(states.recurrence, _bf16(9, 4096 + 2 * 16), _bf16(9, 4096), _BY_CHANNEL),
+    *(_fp32(3, 1, 16, 4096), _fp32(3, 4, 2 * 4096 + 2 * 16)),
+)
 _MOST_KEYS = (  # of a head of a state space, for which there are no chunks
     *(states.recurrence, _bf16(9, 2 * 512 + 32 * 64), _bf16(9, 32)),
     *(replace(_SPACE, key_heads=1), _fp32(3, 32, 512, 64), _LOG),
@@ -646,6 +651,7 @@ STATES = (
     _entries("bf16, drafts", *_LINEAR, _DRAFTED),
     _entries("space, bf16, drafts", *_SPACES, _DRAFTED),
     _entries("by row, bf16, drafts", *_ROWS, _DRAFTED),
+    _entries("by channel, bf16, drafts", *_CHANNELS_OF, _DRAFTED),
 )
 
 

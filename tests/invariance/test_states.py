@@ -61,6 +61,7 @@ PLAIN = next(column for column in EVERY if column.name == "prefix hits, chunks")
         "beside",
         pytest.param("rows", marks=pytest.mark.full),
         pytest.param("pure", marks=pytest.mark.full),
+        pytest.param("channels", marks=pytest.mark.full),
     ],
 )
 def model(request, tmp_path_factory) -> dict[str, object]:

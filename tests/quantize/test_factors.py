@@ -73,6 +73,7 @@ STACKED = {"GptOss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_to
 SECOND = (
     *("Gemma4", "DeepseekV2", "DeepseekV3", "Lfm2", "Qwen3_5", "Qwen3Next", "GraniteMoeHybrid"),
     *("NemotronH", "Cohere2Moe", "OlmoHybrid", "KimiLinear", "Laguna", "MiMoV2Flash"),
+    "Jamba",
 )
 
 
@@ -100,6 +101,9 @@ def test_outputs_do_not_change(tmp_path: Path, family: str, index: int) -> None:
         "GPT2": (3,),
         "Starcoder2": (3,),
         "Mamba2": (2,),
+        "Mamba": (1,),
+        "FalconMamba": (1,),
+        "Jamba": (1 + 1 + 2 * 4, 2 + 2),
         "GPTBigCode": (3,),
         "CodeGen": (1,),
         "Persimmon": (3,),

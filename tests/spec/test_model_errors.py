@@ -155,6 +155,28 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
             ({"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
         )
     ),
+    *(
+        ({**PUBLIC["falcon-mamba-7b"], **changes}, key)
+        for changes, key in (
+            ({"state_size": 0}, "state_size"),
+            ({"conv_kernel": 9}, "conv_kernel"),
+            ({"time_step_rank": -1}, "time_step_rank"),
+            ({"mixer_rms_eps": "small"}, "mixer_rms_eps"),
+            ({"intermediate_size": 0}, "intermediate_size"),
+        )
+    ),
+    *(
+        ({**PUBLIC["Jamba-v0.1"], **changes}, key)
+        for changes, key in (
+            ({"attn_layer_period": 0}, "attn_layer_period"),
+            ({"attn_layer_offset": 8}, "attn_layer_offset"),
+            ({"expert_layer_offset": 2}, "expert_layer_offset"),
+            ({"mamba_d_conv": 1}, "mamba_d_conv"),
+            ({"mamba_dt_rank": "all"}, "mamba_dt_rank"),
+            ({"mamba_proj_bias": True}, "mamba_proj_bias"),
+            ({"norm_topk_prob": True}, "norm_topk_prob"),
+        )
+    ),
     (of("Persimmon", qk_layernorm=1), "qk_layernorm"),
     ({**PUBLIC["StarCoder-15B"], "multi_query": 1}, "multi_query"),
     ({**PUBLIC["StarCoder-15B"], "scale_attn_weights": False}, "scale_attn_weights"),

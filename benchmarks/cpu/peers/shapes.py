@@ -96,6 +96,17 @@ KIMI_8 = {  # 13.9 of its 49 billion parameters
     "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
     "model_max_length": 32768,
 }
+FALCON_MAMBA_8 = {  # 1.4 of its 7.3 billion parameters
+    "architectures": ["FalconMambaForCausalLM"],
+    "model_type": "falcon_mamba",
+    "vocab_size": 65024,
+    "hidden_size": 4096,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 8,
+    "time_step_rank": 256,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 AXK2_LIGHT = {  # all sizes are the architecture's usual ones
     "architectures": ["AXK2ForCausalLM"],
     "model_type": "axk2",
@@ -113,6 +124,7 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
     "qwen3.5-0.8b": QWEN3_5,
     "qwen3.6-35b-a3b": QWEN3_6,
     "kimi-linear-8-layers": KIMI_8,
+    "falcon-mamba-8-layers": FALCON_MAMBA_8,
     "a.x-k2-light": AXK2_LIGHT,
 }
 

@@ -131,13 +131,16 @@ Gate = Literal["none", "silu", "sigmoid", "softplus"]
 class StateHeads:
     """The heads of a gated delta net or of a state space, with learned parameters."""
 
-    decay: Tensor  # [value_heads] fp32, of how fast they forget
+    # [value_heads] fp32, of how fast they forget; or [value_heads, key_dim, value_dim]: each number
+    # of a state has its own rate (Mamba, Gu and Dao 2023, arXiv 2312.00752).
+    decay: Tensor
     # [value_heads] fp32, of the same; or [value_heads * key_dim]: each row of a state decays by its
-    # own gate (Kimi Delta Attention, Kimi team 2025, arXiv 2510.26692).
+    # own gate (Kimi Delta Attention, Kimi team 2025, arXiv 2510.26692); or [value_heads *
+    # value_dim] where each number has its own rate.
     bias: Tensor
     key_heads: int  # each serves value_heads / key_heads consecutive value heads
-    # [value_heads] fp32, factor with which values are added to the outputs of a state space; None:
-    # a gated delta net.
+    # [value_heads] or [value_heads * value_dim] fp32, factor with which values are added to the
+    # outputs of a state space; None: a gated delta net.
     skip: Tensor | None = None
     # Multiplies the share of a value that a delta net writes; with 2, a token can reverse what the
     # state holds for its key.
@@ -146,7 +149,13 @@ class StateHeads:
     @property
     def by_row(self) -> bool:
         """Whether each row of a state has its own gate."""
-        return len(self.bias) > len(self.decay)
+        return not self.by_channel and len(self.bias) > len(self.decay)
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether each channel of a value has its own gate, and each number of a state its own
+        rate."""
+        return self.decay.dim() > 1
 
 
 def all_rows(matrix: Matrix, first: int, count: int) -> Sequence[tuple[int, int]]:
@@ -231,7 +240,9 @@ class Ops:
             own decay, a has key_dim numbers for each head, and so have t and the factor of S
         or a state space (Mamba-2, Dao and Gu 2024), if `heads` has `skip`. x: values, then keys (B
             in the paper), then queries (C). gates: a of all value heads. For each head S = S *
-            exp(-exp(decay) * t); S = S + k (t * v)^T; its output is S^T q + skip * v
+            exp(-exp(decay) * t); S = S + k (t * v)^T; its output is S^T q + skip * v. If each
+            number of S has its own rate (Mamba, Gu and Dao 2023), a has value_dim numbers for each
+            head, one for each column of S, and so have t and skip
         The state is updated, and the log, which holds x and gates of drafts
     store_kv(k, v [tokens, kv_heads, head_dim], k_cache, v_cache [blocks, block_size, kv_heads,
         head_dim], slot_mapping [tokens]) -> None

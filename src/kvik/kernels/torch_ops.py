@@ -27,7 +27,13 @@ from kvik.kernels.reference.ops import (
     rms_norm,
     stored_weight,
 )
-from kvik.kernels.reference.states import head_inputs, recurrence_by
+from kvik.kernels.reference.states import (
+    head_inputs,
+    rates,
+    recurrence_by,
+    skips,
+    token_by_token,
+)
 from kvik.kernels.weights import PAIRED, Activation, Matrix, Weight
 
 
@@ -72,9 +78,13 @@ def _in_chunks(x: Tensor, gates: Tensor, heads: StateHeads, s: Tensor) -> tuple[
     """Compute `CHUNK` tokens at a time (Yang et al. 2024, "Gated Delta Networks", section 3.3).
 
     A token adds its key times a change to the state. The changes of a chunk solve a triangular
-    system, or in a state space are known, so the states in between are not computed.
+    system, or in a state space are known, so the states in between are not computed. If each number
+    of a state has its own rate, two tokens have a decay for each number: then token by token.
     """
-    parts = head_inputs(x, gates, heads, s)
+    if heads.by_channel:
+        return token_by_token(x, gates, heads, s)
+    *parts, step = head_inputs(x, gates, heads, s)
+    parts.append((rates(heads) * step)[..., 0])
     y = torch.empty(parts[2].shape, dtype=x.dtype, device=x.device)
     size = ROWS_CHUNK if heads.by_row else CHUNK
     for first in range(0, len(x), size):
@@ -85,14 +95,14 @@ def _in_chunks(x: Tensor, gates: Tensor, heads: StateHeads, s: Tensor) -> tuple[
         # start, which lack the bits that a token takes which forgets everything.
         steps = decay.mT[..., None].repeat(1, 1, 1, decay.shape[1])
         since = steps.tril(-1).cumsum(2).exp().tril()
-        change = beta[:, :, None] * v
+        change = beta * v
         if heads.skip is None:
-            before = beta[:, :, None] * _decayed(k, k, since)  # on the diagonal: read as ones
-            change -= beta[:, :, None] * ((left * k) @ s)
+            before = beta * _decayed(k, k, since)  # on the diagonal: read as ones
+            change -= beta * ((left * k) @ s)
             change = torch.linalg.solve_triangular(before, change, upper=False, unitriangular=True)
         out = (left * q) @ s + _decayed(q, k, since) @ change
         if heads.skip is not None:
-            out += heads.skip[:, None, None] * v
+            out += skips(heads)[:, None] * v
         y[chunk] = out.transpose(0, 1).to(x.dtype)
         s = left[:, -1, :, None] * s + (k * since[:, :, -1].mT).mT @ change
     return y.flatten(1), s

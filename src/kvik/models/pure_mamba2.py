@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvik.models import mamba2
 from kvik.models.bamba import check_limits
-from kvik.models.decoder import Decoder, layer_norms
+from kvik.models.decoder import Decoder, MakeStateKeeper, layer_norms
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
 from kvik.spec.fields import MAX_WIDTH, Fields
 from kvik.spec.layers import LayerSpec
@@ -26,13 +26,15 @@ KEYS = {
 
 
 class MambaLayer:
-    """Mamba-2 reads the normalised residual stream and adds to it."""
+    """What keeps a state reads the normalised residual stream and adds to it."""
 
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+    def __init__(
+        self, spec: ModelFacts, builder: LayerBuilder, layer: int, keeper: MakeStateKeeper
+    ) -> None:
         state = spec.layers[layer].state
         assert state is not None
         self.norm = layer_norms(spec, builder)("norm", before="qkv")
-        self.mixer = mamba2.Mamba2(spec, builder.at("mixer"), layer, state)
+        self.mixer = keeper(spec, builder.at("mixer"), layer, state)
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
         """Take the residual stream x [tokens, hidden] one layer further."""
@@ -53,7 +55,7 @@ MAMBA2 = Architecture(
     "Mamba 2 and Codestral Mamba",
     partial(
         Decoder,
-        make_layer=MambaLayer,
+        make_layer=partial(MambaLayer, keeper=mamba2.Mamba2),
         scopes=("backbone", ""),
         names=("embeddings", "layers", "norm_f", "lm_head"),
     ),

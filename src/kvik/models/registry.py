@@ -26,12 +26,14 @@ from kvik.models import (
     gpt_oss,
     granite,
     hunyuan,
+    jamba,
     kimi_linear,
     kolibri1,
     laguna,
     lfm2,
     llama,
     llama4,
+    mamba,
     mimo_v2,
     minicpm,
     mixtral,
@@ -58,7 +60,7 @@ FILES = (
     *(deepseek, lfm2, ernie4_5, nemotron, nemotron_h, qwen_vl, gpt_neox, gemma, gemma4, cohere),
     *(afmoe, apertus, bamba, hunyuan, minicpm, starcoder2, falcon, opt, gpt2, bert, modernbert),
     *(olmo_hybrid, falcon_h1, kimi_linear, laguna, kolibri1, persimmon, pure_mamba2),
-    *(mimo_v2, flint, dbrx, bitnet, bloom, mpt),
+    *(mamba, jamba, mimo_v2, flint, dbrx, bitnet, bloom, mpt),
 )
 ARCHITECTURES: Mapping[str, Architecture] = {
     row.name: row for file in FILES for row in vars(file).values() if isinstance(row, Architecture)

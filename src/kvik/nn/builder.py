@@ -1015,12 +1015,20 @@ class Builder(LayerBuilder):
         Args:
             decay, bias, skip: names of the learned parameters of the heads; see `StateHeads`.
             beta_scale: see `StateHeads`.
-            decay_shape: of `decay` in the checkpoint; (): [value_heads].
+            decay_shape: of `decay` in the checkpoint; (): [value_heads], or if each number has its
+                own rate [value_heads * value_dim, key_dim].
         """
         parameter, count = partial(self._tensor, kind="bias"), spec.value_heads
-        rates = parameter(self._name(decay), decay_shape or (count,)).flatten()
+        if spec.by_channel:
+            full, shape = self._name(decay), (count, spec.key_dim, spec.value_dim)
+            rates = self.storage.tensor(full, shape, torch.float32, self.device)
+            assert count == 1  # else the checkpoint's rows are no view
+            self._declare(full, rates[0].t(), "bias")
+        else:
+            rates = parameter(self._name(decay), decay_shape or (count,)).flatten()
         offsets = parameter(self._name(bias), (count * spec.decays,))
-        skipped = parameter(self._name(skip), (count,)) if skip else None
+        skips = spec.values if spec.by_channel else count
+        skipped = parameter(self._name(skip), (skips,)) if skip else None
         heads = StateHeads(rates, offsets, spec.key_heads, skipped, beta_scale)
         return Recurrence(self.ops, heads, self._state_of(layer))
 

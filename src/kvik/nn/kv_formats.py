@@ -138,7 +138,7 @@ class LayerStates:
     convolved: torch.Tensor
     # [rows, value_heads, key_dim, value_dim] fp32, of its recurrence, if any.
     matrices: torch.Tensor
-    log: torch.Tensor  # [rows, most drafts, channels + gates] fp32, inputs of the recurrence
+    log: torch.Tensor  # [rows, most drafts, inputs + gates] fp32, inputs of the recurrence
 
 
 @dataclass(frozen=True, slots=True)

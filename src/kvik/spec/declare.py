@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvik.spec.rope import RopeSpec
 
 # Role of a matrix in a block; "gates": of a gated delta net or of attention, and "wide_gates" those
-# that are computed from narrow vectors; "": in no block, as in draft heads.
+# that are computed from narrow vectors, or these from values; "": in no block, as in draft heads.
 Role = Literal[
     "qkv",
     "q_down",
@@ -908,10 +908,12 @@ class LayerBuilder:
         beta_scale: float = 1.0,
         decay_shape: tuple[int, ...] = (),
     ) -> RecurrentLayer:
-        self._other(decay, spec.value_heads, decay_shape, logarithm=True)
+        each = (spec.values, spec.key_dim) if spec.by_channel else decay_shape
+        size = prod(each) if spec.by_channel else spec.value_heads
+        self._other(decay, size, each, logarithm=True)
         self._other(bias, spec.value_heads * spec.decays)
         if skip:
-            self._other(skip, spec.value_heads)
+            self._other(skip, spec.values if spec.by_channel else spec.value_heads)
         return _LISTED
 
     def _other(

@@ -27,8 +27,15 @@ class StateSpec:
     key_dim: int = 0
     value_dim: int = 0
     # Numbers that each value head reads per token: 2 in a gated delta net, 1 + key_dim in one whose
-    # states' rows each have their own decay, 1 in a state space.
+    # states' rows each have their own decay, 1 in a state space, value_dim if it is `by_channel`.
     gates: int = 0
+    # Each number of a matrix has its own decay, and each channel of a value its own gate (Mamba).
+    # The convolution then has the values alone.
+    by_channel: bool = False
+    # rank, eps: then also, width of the vectors from which gates are computed; and eps of the norms
+    # of these, of keys and of queries, None: they are not normalised.
+    rank: int = 0
+    eps: float | None = None
     # Most drafts in a step, whose inputs it keeps until they are accepted or rejected.
     drafts: int = 0
 
@@ -47,20 +54,33 @@ class StateSpec:
         channels = 2 * key_heads * key_dim + value_heads * value_dim
         return StateSpec(channels, width, bias, key_heads, value_heads, key_dim, value_dim, gates)
 
+    @staticmethod
+    def by_channels(
+        channels: int, size: int, width: int, rank: int, *, bias: bool, eps: float | None
+    ) -> StateSpec:
+        """Return the state of a Mamba layer: `size` numbers for each channel."""
+        one = StateSpec(channels, width, bias, 1, 1, size, channels, gates=channels)
+        return replace(one, by_channel=True, rank=rank, eps=eps)
+
     @property
     def delta(self) -> bool:
         """Whether the recurrence is the gated delta rule, not a state space."""
-        return self.gates > 1
+        return self.gates > 1 and not self.by_channel
 
     @property
     def decays(self) -> int:
-        """Decays of each value head."""
+        """Gates of decays of each value head."""
         return self.gates - self.delta
 
     @property
     def values(self) -> int:
         """Width of the values of all heads of the recurrence."""
         return self.value_heads * self.value_dim
+
+    @property
+    def inputs(self) -> int:
+        """Width of the queries, keys and values of the recurrence."""
+        return 2 * self.key_heads * self.key_dim + self.values
 
     @property
     def convolved(self) -> int:
@@ -75,7 +95,7 @@ class StateSpec:
     @property
     def logged(self) -> int:
         """Numbers that the recurrence keeps of drafts: its inputs and gates."""
-        return self.drafts * (self.channels + self.gates * self.value_heads) if self.gates else 0
+        return self.drafts * (self.inputs + self.gates * self.value_heads)
 
     @property
     def size(self) -> int:
@@ -86,14 +106,15 @@ class StateSpec:
     def flops(self) -> int:
         """Operations per token: of the convolution, and of the recurrence, in which each number of
         the matrices decays, is updated, and is multiplied by a query, and by the delta rule also by
-        a key."""
-        return 2 * self.width * self.channels + (7 if self.delta else 5) * self.matrices
+        a key; or has its own decay."""
+        each = 7 if self.delta or self.by_channel else 5
+        return 2 * self.width * self.channels + each * self.matrices
 
     @property
     def step_width(self) -> int:
         """Upper bound of numbers per token that a step holds, without the residual stream."""
         if self.value_heads:
-            return 2 * self.channels + 4 * self.values + self.gates * self.value_heads
+            return 2 * self.inputs + 4 * self.values + self.gates * self.value_heads
         return 6 * self.channels
 
 

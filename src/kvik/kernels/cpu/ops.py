@@ -288,6 +288,7 @@ class _Operations:
             bias=heads.bias,
             skip=heads.skip,
             by_row=heads.by_row,
+            by_channel=heads.by_channel,
             beta_scale=heads.beta_scale,
             state=state,
             log=log,

@@ -9,7 +9,8 @@ decay d in (0, 1) and a factor b changes it and reads it, with k^T x the outer p
     y = q S                    for a state space, y = q S + skip v
 
 The delta rule replaces what the state returns for k by v. In Kimi Linear (2025, arXiv 2510.26692) d
-is a number for each row of S.
+is a number for each row of S. In Mamba (Gu and Dao 2023, arXiv 2312.00752) a state space has a d
+for each number of S, and a b and a skip for each column.
 """
 
 from __future__ import annotations
@@ -81,22 +82,33 @@ def recurrence_by(rule: Rule) -> Callable[..., Tensor]:
     return recurrence
 
 
-def _token_by_token(
-    x: Tensor, gates: Tensor, heads: StateHeads, s: Tensor
-) -> tuple[Tensor, Tensor]:
-    q, k, v, beta, decay = head_inputs(x, gates, heads, s)
+def token_by_token(x: Tensor, gates: Tensor, heads: StateHeads, s: Tensor) -> tuple[Tensor, Tensor]:
+    """A `Rule`."""
+    q, k, v, beta, step = head_inputs(x, gates, heads, s)
+    rate = rates(heads)
     y = torch.empty(v.shape, dtype=x.dtype, device=x.device)
     for t in range(len(x)):
-        s = s * decay[t, :, :, None].exp()
+        s = s * (rate * step[t]).exp()
         new = v[t] if heads.skip is not None else v[t] - (s * k[t, :, :, None]).sum(1)
-        change = beta[t, :, None] * new
+        change = beta[t] * new
         s = s + k[t, :, :, None] * change[:, None, :]
         out = (s * q[t, :, :, None]).sum(1)
-        y[t] = (out if heads.skip is None else out + heads.skip[:, None] * v[t]).to(x.dtype)
+        y[t] = (out if heads.skip is None else out + skips(heads) * v[t]).to(x.dtype)
     return y.flatten(1), s
 
 
-recurrence = recurrence_by(_token_by_token)
+recurrence = recurrence_by(token_by_token)
+
+
+def rates(heads: StateHeads) -> Tensor:
+    """Return how fast the heads forget, below 0: [value_heads, key_dim or 1, value_dim or 1]."""
+    return -heads.decay.exp().view(-1, *(heads.decay.shape[1:] or (1, 1)))
+
+
+def skips(heads: StateHeads) -> Tensor:
+    """Return the factors of the values of a state space, [value_heads, value_dim or 1]."""
+    assert heads.skip is not None
+    return heads.skip.view(len(heads.decay), -1)
 
 
 def head_inputs(
@@ -106,8 +118,9 @@ def head_inputs(
 
     Returns:
         q, k [tokens, value_heads, key_dim] with the scale of scores, v [tokens, value_heads,
-        value_dim], beta [tokens, value_heads], the factor of the change, and the logarithm of the
-        decay [tokens, value_heads, 1 or key_dim] of the state or of each of its rows.
+        value_dim], beta [tokens, value_heads, 1 or value_dim], the factor of the change, and the
+        step [tokens, value_heads, 1 or key_dim, 1 or value_dim], which times `rates` is the
+        logarithm of the decay.
     """
     value_heads, key_dim, value_dim = state.shape
     keys, values = heads.key_heads * key_dim, value_heads * value_dim
@@ -121,11 +134,13 @@ def head_inputs(
     q, k = (part.reshape(-1, heads.key_heads, key_dim) for part in (q, k))
     step = F.softplus(a + heads.bias).unflatten(1, (value_heads, -1))
     if heads.skip is None:
-        q, k, beta = _unit(q) * key_dim**-0.5, _unit(k), heads.beta_scale * torch.sigmoid(b)
+        q, k = _unit(q) * key_dim**-0.5, _unit(k)
+        beta = heads.beta_scale * torch.sigmoid(b)[..., None]
     else:
-        beta = step[..., 0]
+        beta = step
     q, k = (part.repeat_interleave(group, 1) for part in (q, k))
-    return q, k, v.reshape(-1, value_heads, value_dim), beta, -heads.decay.exp()[:, None] * step
+    step = step[:, :, None] if heads.by_channel else step[..., None]
+    return q, k, v.reshape(-1, value_heads, value_dim), beta, step
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -6,11 +6,11 @@ Floor: memory. A state is read once and written once, and so are inputs and outp
 stays in registers. But a sequence's tokens follow one another: its time is that of a chain of
 steps, which no other program shortens. In a sequence of few tokens these are tokens, each with two
 sums over the keys. From `LONG` tokens of bfloat16 on they are chunks of 2^LEVELS tokens, with one
-update of the state each (Yang et al. 2024, section 3.3; Dao and Gu 2024, section 6). Products of a
-chunk follow one another too: two in a state space, and nine in the delta rule, which are scores of
-keys, six that invert a triangle, the changes and the update. The last two wait for the chunk before
-and for one product with its state. Every block of columns repeats the others. Which form a sequence
-takes depends on itself only, not on its batch.
+update of the state each (Yang et al. 2024, section 3.3; Dao and Gu 2024, section 6), unless parts
+of a state have their own decay. Products of a chunk follow one another too: two in a state space,
+and nine in the delta rule, which are scores of keys, six that invert a triangle, the changes and
+the update. The last two wait for the chunk before and for one product with its state. Every block
+of columns repeats the others. Which form a sequence takes depends on itself only, not on its batch.
 """
 
 from __future__ import annotations
@@ -164,6 +164,37 @@ def row_gates_at(gate, rate, offset, beta_scale, head, key, value_heads, key_dim
 
 
 @triton.jit
+def channel_steps_at(gate, offset, head, at, value_dim):
+    """The step of each channel of a head's value [BLOCK], by its gates at `gate`."""
+    alpha_at = gate + head * (value_dim - 1) + at
+    return softplus(tl.load(alpha_at, mask=at < value_dim, other=0.0).to(tl.float32) + offset)
+
+
+@triton.jit
+def parameters_at(
+    decay, bias, skip, head, key, at, key_dim, value_dim,
+    BY_ROW: tl.constexpr, BY_CHANNEL: tl.constexpr,
+):  # fmt: skip
+    """The rate, offset and skip of a head: each a number, but if BY_CHANNEL [KEYS, BLOCK], [BLOCK]
+    and [BLOCK], and if BY_ROW the offset is [KEYS]."""
+    if BY_CHANNEL:
+        rate_at, both = state_at(decay, head * 0, head, key, at, 0, key_dim, value_dim)
+        rate = tl.exp(tl.load(rate_at, mask=both, other=0.0))
+        offset = tl.load(bias + head * value_dim + at, mask=at < value_dim, other=0.0)
+        skipped = tl.load(skip + head * value_dim + at, mask=at < value_dim, other=0.0)
+    else:
+        rate = tl.exp(tl.load(decay + head))
+        if BY_ROW:
+            offset = tl.load(bias + head * key_dim + key, mask=key < key_dim, other=0.0)
+        else:
+            offset = tl.load(bias + head)
+        skipped = 0.0
+        if skip is not None:
+            skipped = tl.load(skip + head)
+    return rate, offset, skipped
+
+
+@triton.jit
 def state_at(state, row, head, key, at, state_stride, key_dim, value_dim):
     """Where the numbers [keys, columns] of a head's state are, and whether it has them."""
     kept = state + row.to(tl.int64) * state_stride + head * key_dim * value_dim
@@ -173,11 +204,12 @@ def state_at(state, row, head, key, at, state_stride, key_dim, value_dim):
 
 @triton.jit
 def pass_token(
-    s, own, gate, head, key, at, rate, offset, beta_scale, skip,
-    key_heads, value_heads, key_dim, value_dim, scale, eps, BY_ROW: tl.constexpr,
+    s, own, gate, head, key, at, rate, offset, skipped, beta_scale, skip,
+    key_heads, value_heads, key_dim, value_dim, scale, eps,
+    BY_ROW: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """Take a head's state [KEYS, BLOCK] through one token, with inputs at `own` and gates at
-    `gate`; `offset` is [KEYS] if BY_ROW. Returns the state and the output [BLOCK]."""
+    """Take a head's state [KEYS, BLOCK] through one token, with inputs at `own`, gates at `gate`,
+    and what `parameters_at` returned. Returns the state and the output [BLOCK]."""
     q_at, k_at, v_at = inputs_at(own, head, skip, key_heads, value_heads, key_dim, value_dim)
     q = tl.load(q_at + key, mask=key < key_dim, other=0.0).to(tl.float32)
     k = tl.load(k_at + key, mask=key < key_dim, other=0.0).to(tl.float32)
@@ -185,6 +217,9 @@ def pass_token(
     if BY_ROW:
         beta, lost = row_gates_at(gate, rate, offset, beta_scale, head, key, value_heads, key_dim)
         s = s * tl.exp(lost)[:, None]
+    elif BY_CHANNEL:
+        beta = channel_steps_at(gate, offset, head, at, value_dim)
+        s = s * tl.exp(-rate * beta[None, :])
     else:
         beta, lost = gates_at(gate, rate, offset, beta_scale, skip, value_heads)
         s = s * tl.exp(lost)
@@ -195,10 +230,7 @@ def pass_token(
     else:
         change = beta * v
     s = s + k[:, None] * change[None, :]
-    y = tl.sum(s * q[:, None], 0)
-    if skip is not None:
-        y += tl.load(skip + head) * v
-    return s, y
+    return s, tl.sum(s * q[:, None], 0) + skipped * v
 
 
 @triton.jit
@@ -298,7 +330,8 @@ def recurrence_kernel(
     x, gates, decay, bias, skip, state, log, starts, lengths, rows, pending, drafts, out,
     x_stride, gates_stride, state_stride, log_stride, gates_width,
     key_heads, value_heads, key_dim, value_dim, scale, eps, beta_scale,
-    KEYS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr, BY_ROW: tl.constexpr,
+    KEYS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr,
+    BY_ROW: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
     """grid [sequences, value heads, blocks of columns]; for the arguments see `Ops.recurrence`.
     Leaves out sequences that take chunks. The log is only read."""
@@ -309,26 +342,25 @@ def recurrence_kernel(
     certain = count - entry(drafts, sequence)
     if (row >= 0) & (count > 0) & (not in_chunks(count, pending, drafts, sequence, LONG)):
         s = tl.load(kept, mask=both & old, other=0.0)
-        rate = tl.exp(tl.load(decay + head))
-        if BY_ROW:
-            offset = tl.load(bias + head * key_dim + key, mask=key < key_dim, other=0.0)
-        else:
-            offset = tl.load(bias + head)
+        rate, offset, skipped = parameters_at(
+            decay, bias, skip, head, key, at, key_dim, value_dim, BY_ROW, BY_CHANNEL
+        )
         if pending is not None:
             width = 2 * key_heads * key_dim + value_heads * value_dim
             own = log + row.to(tl.int64) * log_stride
             for _ in range(0, tl.load(pending + sequence)):
                 s, _ = pass_token(
-                    s, own, own + width + head, head, key, at, rate, offset, beta_scale, skip,
-                    key_heads, value_heads, key_dim, value_dim, scale, eps, BY_ROW,
+                    s, own, own + width + head, head, key, at, rate, offset, skipped, beta_scale,
+                    skip, key_heads, value_heads, key_dim, value_dim, scale, eps,
+                    BY_ROW, BY_CHANNEL,
                 )  # fmt: skip
                 own += width + gates_width
         for i in range(0, count):
             token = first + i
             s, y = pass_token(
                 s, x + token * x_stride, gates + token * gates_stride + head, head, key, at,
-                rate, offset, beta_scale, skip,
-                key_heads, value_heads, key_dim, value_dim, scale, eps, BY_ROW,
+                rate, offset, skipped, beta_scale, skip,
+                key_heads, value_heads, key_dim, value_dim, scale, eps, BY_ROW, BY_CHANNEL,
             )  # fmt: skip
             to = out + token * value_heads * value_dim + head * value_dim + at
             tl.store(to, y.to(out.dtype.element_ty), mask=at < value_dim)
@@ -436,14 +468,15 @@ def recurrence(
     factors = (key_dim**-0.5, UNIT_EPS, heads.beta_scale)
     keys = power_of_two(key_dim)
     block, blocks = in_blocks(value_dim, COLUMNS)
-    # Chunks are for one decay of a state: with one of each row, two tokens have one for each row.
-    in_products = x.dtype == torch.bfloat16 and keys <= MAX_KEYS and not heads.by_row
+    # Chunks are for one decay of a state: with several, two tokens have one for each part of it.
+    together = not (heads.by_row or heads.by_channel)
+    in_products = x.dtype == torch.bfloat16 and keys <= MAX_KEYS and together
     long = LONG if in_products else NEVER
     launch(
         recurrence_kernel, (len(sequences.rows), value_heads, blocks),
         (*inputs, log, *places, *drafted, out),
         (*strides, log.stride(0), gates.shape[1], *sizes, *factors),
-        (keys, block, long, heads.by_row),
+        (keys, block, long, heads.by_row, heads.by_channel),
     )  # fmt: skip
     if sequences.longest >= long:
         launch(
