@@ -377,8 +377,8 @@ struct Channels {
                 const F32 decay = power_of_two(mul(load(rates + i * kScanChannels + c), step));
                 const F32 now = fma(broadcast(keys[i]), change, mul(decay, load(number)));
                 store(number, now);
-                F32& sum = i & 1 ? odd : out;
-                sum = fma(now, broadcast(queries[i]), sum);
+                F32& to = i & 1 ? odd : out;
+                to = fma(now, broadcast(queries[i]), to);
             }
             if (y) store(y + at, add(out, odd), n);
         });
@@ -409,18 +409,16 @@ void scan_channels(const recurrence_args& a, const StateTokens& on, int64_t head
     });
     const int64_t width = inputs_width(a), certain = on.count - on.drafts;
     const float* log = static_cast<const float*>(a.log) + on.row * a.log_stride;
-    for (int64_t i = 0; i < on.pending; i++, log += width + gates_width(a)) channels.pass(log, log + width, (T*)nullptr);
-    for (int64_t i = 0; i < on.count; i++) {
-        if (i == certain)
-            each_number([&](int64_t to, int64_t from, auto n) KVIK_INLINED {
-                store(state + to, load(channels.state + from), n);
-            });
+    const auto pass = [&](int64_t i) {
         channels.pass(x + i * a.x_stride, gates + i * a.gates_stride, y + i * a.y_stride);
-    }
-    if (on.drafts) return;
+    };
+    for (int64_t i = 0; i < on.pending; i++, log += width + gates_width(a))
+        channels.pass(log, log + width, static_cast<T*>(nullptr));
+    for (int64_t i = 0; i < certain; i++) pass(i);
     each_number([&](int64_t to, int64_t from, auto n) KVIK_INLINED {
         store(state + to, load(channels.state + from), n);
     });
+    for (int64_t i = certain; i < on.count; i++) pass(i);
 }
 
 template <class T>

@@ -187,7 +187,9 @@ def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
     state = layer.state
     if state is not None:
         text = f"keep a state of {state.size:,} numbers: the last {state.width - 1} inputs"
-        if state.value_heads:
+        if state.by_channel:
+            text += f", and {state.key_dim} numbers for each of {state.values:,} channels"
+        elif state.value_heads:
             text += f", and matrices of {state.value_heads} heads"
         alone = replace(layer, state=None, beside=False)
         return f"{text}; {_kind(spec, alone)}" if layer.beside else text

@@ -197,14 +197,15 @@ class CausalConv:
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """The gated delta rule (Yang et al. 2024) or the state space (Dao and Gu 2024) of one layer."""
+    """The gated delta rule (Yang et al. 2024) or a state space (Gu and Dao 2023, Dao and Gu 2024)
+    of one layer."""
 
     ops: Ops
     heads: StateHeads
     position: int  # among the layers that keep a state
 
     def __call__(self, x: Tensor, gates: Tensor, ctx: ForwardContext) -> Tensor:
-        """x [tokens, channels], gates [tokens, numbers of a head * value_heads] -> [tokens,
+        """x [tokens, inputs], gates [tokens, numbers of a head * value_heads] -> [tokens,
         value_heads * value_dim]."""
         states, sequences = ctx.states[self.position], ctx.metadata[0].layout.sequences
         return self.ops.recurrence(x, gates, self.heads, states.matrices, states.log, sequences)

@@ -287,8 +287,8 @@ HeadsLayer: TypeAlias = "Callable[[Tensor, ForwardContext], list[Tensor]]"
 ScaledQueriesLayer: TypeAlias = "Callable[[Tensor, ForwardContext], Tensor]"
 # x [tokens, channels] -> [tokens, channels]; reads and writes the states
 StateLayer: TypeAlias = "Callable[[Tensor, ForwardContext], Tensor]"
-# x [tokens, channels], gates [tokens, 1 or 2 * value_heads] -> [tokens, value_heads * value_dim];
-# reads and writes the states
+# x [tokens, inputs], gates [tokens, numbers of a head * value_heads] -> [tokens, value_heads *
+# value_dim]; reads and writes the states
 RecurrentLayer: TypeAlias = "Callable[[Tensor, Tensor, ForwardContext], Tensor]"
 # x, residual [tokens, hidden] -> residual + x times a constant
 Sum: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
