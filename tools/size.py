@@ -14,10 +14,10 @@ from pathlib import Path
 SOURCES = Path(__file__).parents[1] / "src"
 # Lines of Python with comments and docstrings, of 2026-11-30. "": files outside folders.
 BUDGETS = {
-    "attention": 2040,
-    "cli": 5190,
-    "config": 5380,
-    "core": 6750,
+    "attention": 2140,
+    "cli": 5230,
+    "config": 5420,
+    "core": 6810,
     "engine": 5400,
     "evaluate": 790,
     "gguf": 2670,
@@ -28,8 +28,8 @@ BUDGETS = {
     "nn": 6960,
     "planner": 5880,
     "quantize": 3310,
-    "server": 11980,
-    "spec": 5000,
+    "server": 12030,
+    "spec": 5050,
     "text": 4190,
     "training": 690,
     "worker": 13150,
