@@ -187,15 +187,17 @@ def read_conversation(body: CountRequest) -> Conversation:
     conversation = Conversation()
     if body.system:
         _add(conversation, "system", "system", body.system)
+    messages, last = body.messages, body.messages[-1]
+    if last.role == "assistant" and not last.content:  # which the API allows here alone
+        messages = messages[:-1]
     # Some clients send later system messages: they are merged into the first one.
-    order = sorted(enumerate(body.messages), key=lambda pair: pair[1].role != "system")
+    order = sorted(enumerate(messages), key=lambda pair: pair[1].role != "system")
     for i, message in order:
         _add(conversation, f"messages.{i}.content", message.role, message.content)
     if all(turn.role == "system" for turn in conversation.turns):  # thoughts are no turns
         raise ParamError("messages", "need one of the user or of the assistant")
     if body.cache_control is not None:
-        last = len(conversation.turns) - 1
-        _mark(conversation, last, body.cache_control)
+        _mark(conversation, len(conversation.turns) - 1, body.cache_control)
     if len(conversation.marks) > MAX_CACHE_MARKS:
         raise ParamError(
             "cache_control",

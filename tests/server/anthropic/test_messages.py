@@ -55,8 +55,15 @@ def test_an_answer(client: anthropic.Anthropic) -> None:
             {"messages": [*TALK, {"role": "assistant", "content": "Once there was a dog named"}]},
             "<|user|>Tell me of a dog.<|end|><|assistant|>Once there was a dog named",
         ),
+        *(
+            (
+                {"messages": [*TALK, {"role": "assistant", "content": nothing}]},
+                "<|user|>Tell me of a dog.<|end|><|assistant|>",
+            )
+            for nothing in ("", [])
+        ),
     ],
-    ids=["system", "prefilled"],
+    ids=["system", "prefilled", "prefilled with nothing", "prefilled with no block"],
 )
 def test_the_prompt_is_the_rendered_conversation(
     client: anthropic.Anthropic, site: Site, body: Any, prompt: str
