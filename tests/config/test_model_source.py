@@ -261,7 +261,7 @@ def test_an_unreachable_hub_is_reported(answers: Answers, monkeypatch: pytest.Mo
         (errors.HFValidationError("bad\nid"), "nor a valid hub id"),
         (OSError(28, "No space left on device"), "No space left on device"),
         (OSError(13, "Permission denied", "/.cache"), "Permission denied: '/.cache'; set HF_HOME"),
-        (RuntimeError("Could not determine home directory."), "set HF_HOME"),
+        (RuntimeError("Could not determine\nhome directory."), "could not be downloaded"),
     ],
 )
 def test_a_download_that_fails_is_one_line(

@@ -163,8 +163,8 @@ def _download(hub_id: str, files: tuple[str, ...], revision: str | None = None) 
             message = f"{shown(revision)} is not a branch, tag or commit of {hub_id}"
             raise ConfigError("revision", message) from None
         reason = _hub_reason(error)
-    except RuntimeError:  # of pathlib
-        reason = "could not be downloaded (no home folder has a cache of the hub): set HF_HOME"
+    except RuntimeError as error:  # of pathlib, if there is no home, or of hf_xet
+        reason = f"could not be downloaded ({shown(str(error))})"
     raise ModelError("model", f"{shown(hub_id)} {reason}")
 
 

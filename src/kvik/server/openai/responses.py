@@ -105,26 +105,19 @@ class ReasoningOptions(Struct, kw_only=True):
     summary: Any = None
 
 
-class ConversationRequest(TreatmentFields, kw_only=True):
-    """A conversation as a prompt."""
+class ResponsesRequest(TreatmentFields, kw_only=True):
+    """A conversation to answer."""
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
     model: Name | None = None
     previous_response_id: Name | None = None
+    store: bool | None = None
     instructions: str | None = None
     tools: list[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
-
-    truncation: Any = None  # does not affect the answer
-
-
-class ResponsesRequest(ConversationRequest, kw_only=True):
-    """A conversation to answer."""
-
-    store: bool | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -137,20 +130,18 @@ class ResponsesRequest(ConversationRequest, kw_only=True):
     safety_identifier: Any = None
     service_tier: Any = None
     stream_options: Any = None
+    truncation: Any = None
     user: Any = None
 
 
-NOT_KEPT: Table = {
-    "conversation": ((), RESPONSES_KEPT),
-    "prompt": ((), "the server keeps no prompts"),
-}
 UNHONOURED: Table = {
     **SAMPLING,
-    **NOT_KEPT,
     **missing(ResponsesRequest.__struct_fields__, "text.format"),
     **limited_by("max_output_tokens"),
     "reasoning_effort": ((), "give reasoning.effort"),
+    "conversation": ((), RESPONSES_KEPT),
     "background": ((False,), "a response ends when its client disconnects"),
+    "prompt": ((), "the server keeps no prompts"),
     "max_tool_calls": ((), "the server calls no tools"),
     "top_logprobs": ((0,), "log probabilities are for /v1/chat/completions"),
 }
@@ -165,7 +156,7 @@ CUSTOM = {
 }
 
 
-def input_items(body: ConversationRequest) -> list[InputItem]:
+def input_items(body: ResponsesRequest) -> list[InputItem]:
     """Return the input of a body as items."""
     if isinstance(body.input, str):
         return [InputItem(type="message", role="user", content=body.input)]
@@ -173,7 +164,7 @@ def input_items(body: ConversationRequest) -> list[InputItem]:
 
 
 def response_messages(
-    body: ConversationRequest, earlier: Sequence[InputItem] = ()
+    body: ResponsesRequest, earlier: Sequence[InputItem] = ()
 ) -> list[ChatMessage]:
     """Return the messages of a body as chat messages.
 
@@ -235,7 +226,7 @@ def prompt_name(namespace: str | None, name: str | None) -> str:
     return f"{namespace.removesuffix('__')}__{name}"[-MAX_NAME:]
 
 
-def named_tools(body: ConversationRequest) -> Iterator[tuple[str | None, ResponseTool]]:
+def named_tools(body: ResponsesRequest) -> Iterator[tuple[str | None, ResponseTool]]:
     """Yield the tools of a body, each with its namespace."""
     for tool in body.tools or ():
         if tool.type == "namespace":
@@ -244,7 +235,7 @@ def named_tools(body: ConversationRequest) -> Iterator[tuple[str | None, Respons
             yield None, tool
 
 
-def response_tools(body: ConversationRequest, texts: Texts) -> tuple[ToolUse | None, list[str]]:
+def response_tools(body: ResponsesRequest, texts: Texts) -> tuple[ToolUse | None, list[str]]:
     """Return the tools of a body (None without tools), and the names of ignored tool fields.
 
     Raises:
@@ -418,7 +409,7 @@ async def responses(server: Server, request: Request, body: ResponsesRequest) ->
 
 
 async def _prompt(
-    server: Server, request: Request, body: ConversationRequest
+    server: Server, request: Request, body: ResponsesRequest
 ) -> tuple[StoredResponse | None, ToolUse | None, str]:
     """Return the response that a body continues, its tools and the text of its prompt; replace
     references in its input by what they refer to. A response header lists what is ignored."""
@@ -452,11 +443,11 @@ class InputTokens(Struct, kw_only=True):
 
 @post(
     "/v1/responses/input_tokens",
-    NOT_KEPT,
+    UNHONOURED,
     answer=InputTokens,
     note="How many tokens a conversation has as a prompt.",
 )
-async def input_tokens(server: Server, request: Request, body: ConversationRequest) -> Response:
+async def input_tokens(server: Server, request: Request, body: ResponsesRequest) -> Response:
     """Count the tokens that a conversation would have as a prompt."""
     server.served(body.model)
     texts = server.texts.of(caller_of(request).tenant)
