@@ -28,9 +28,9 @@ BUDGETS = {
         {"msgspec", "typing_extensions"},
         137,
     ),
-    "import kvik.cli.generate as v; v.build_parser()": ({"tokenizers"}, 97),
-    "import kvik.llm": ({"tokenizers"}, 133),
-    "import kvik.engine_process": ({"tokenizers", "msgspec", "typing_extensions"}, 140),
+    "import kvik.cli.generate as v; v.build_parser()": ({"tokenizers"}, 99),
+    "import kvik.llm": ({"tokenizers"}, 135),
+    "import kvik.engine_process": ({"tokenizers", "msgspec", "typing_extensions"}, 142),
     "import kvik.cli.serve as v; v.build_parser()": (
         {
             *("tokenizers", "msgspec", "typing_extensions", "prometheus_client", "starlette"),
@@ -42,7 +42,7 @@ BUDGETS = {
     ),
     "from kvik import LLM\nwith LLM() as llm: llm.generate('Once')": (
         {"tokenizers", "numpy", "torch", "torchgen", "tqdm", "typing_extensions"},
-        243,
+        245,
     ),
 }
 SHOW = """
