@@ -59,8 +59,8 @@ class StateSpec:
         channels: int, size: int, width: int, rank: int, *, bias: bool, eps: float | None
     ) -> StateSpec:
         """Return the state of a Mamba layer: `size` numbers for each channel."""
-        one = StateSpec(channels, width, bias, 1, 1, size, channels, gates=channels)
-        return replace(one, by_channel=True, rank=rank, eps=eps)
+        state = StateSpec(channels, width, bias, 1, 1, size, channels, gates=channels)
+        return replace(state, by_channel=True, rank=rank, eps=eps)
 
     @property
     def delta(self) -> bool:
