@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvik.attention.base import Attend, AttentionBackend, AttentionMetadata, LayerKV
+from kvik.attention.base import (
+    Attend,
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionSpec,
+    LayerKV,
+)
 from kvik.attention.layout import StepLayout
 from kvik.config.config import ResolvedConfig
 from kvik.config.graph_sizes import GraphSize, catching_up_sizes, drafting_sizes
@@ -132,8 +138,11 @@ class ByTensors:
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
         self.inner.move(kv, source, target)
 
-    def keys(self, kv: LayerKV, at: Tensor) -> Tensor:
-        return self.inner.keys(kv, at)
+    def local_heads(self, heads: int, kv_heads: int) -> int:
+        return self.inner.local_heads(heads, kv_heads)
+
+    def key_weights(self, kv: LayerKV, at: Tensor, queries: Tensor, spec: AttentionSpec) -> Tensor:
+        return self.inner.key_weights(kv, at, queries, spec)
 
 
 @contextmanager

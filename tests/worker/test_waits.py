@@ -51,8 +51,7 @@ REQUESTS = {
 ALWAYS = {"step_inputs.wait", "step_inputs.put"}
 DRAFTED = {
     **dict.fromkeys(("draft_model", "eagle3", "assistant"), "draft_model.to_host"),
-    "medusa": "heads.propose",
-    "eagle": "eagle.propose",
+    **dict.fromkeys(("medusa", "eagle"), "heads.propose"),
 }
 # Only with torch's kernels: the number of tokens to sort.
 TORCHS = {"draw._top"}
