@@ -10,7 +10,6 @@ from helpers.commands import Command
 from helpers.configs import config
 from helpers.tiny_models import save_tiny
 
-from kvik.config.kv_budget import full_layers
 from kvik.config.model_source import BUNDLED
 from kvik.model_files import model_files
 
@@ -70,7 +69,7 @@ def test_a_model_with_states(tmp_path, command: Command):
     """Only some layers attend (Nemotron-H)."""
     save_tiny(tmp_path, "NemotronH", vocab_size=2048, max_position_embeddings=512)
     shutil.copy(BUNDLED / "tokenizer.json", tmp_path)
-    full = full_layers(model_files(tmp_path).spec())
+    full = model_files(tmp_path).spec().full_layers
     words = ["kv-budget", str(tmp_path), "--save", str(tmp_path / "b.json"), "--context", "256"]
     printed = command.json(*words, "--bytes", "0.3")
     assert [i for i, tokens in enumerate(printed["budgets"]) if tokens] == full

@@ -24,7 +24,6 @@ from kvik.config.kv_budget import (
     allot,
     check_model,
     fingerprint_of,
-    full_layers,
     read_budgets,
     save_budgets,
     scores_of,
@@ -94,7 +93,7 @@ def test_a_file_is_read_back(tmp_path):
 
 def test_layers_that_do_not_see_all_keys_have_none(tmp_path):
     spec = ModelSpec.from_config(PUBLIC["Qwen3.5-9B"])
-    full = full_layers(spec)
+    full = spec.full_layers
     assert 0 < len(full) < spec.num_layers
     numbers = tuple(256 if i in full else None for i in range(spec.num_layers))
     made = replace(

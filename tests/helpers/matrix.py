@@ -625,3 +625,16 @@ def checked_bits(
     outputs = run_column(column, sampling, {**model, **FORMATS[format]}, **options)
     check_bits(outputs, alone)
     return outputs
+
+
+def checked_beside(column: Column, model: dict[str, object], alone: list[RequestOutput]) -> None:
+    """Run a column in bfloat16 and check its log probabilities; if its attention is not native,
+    check its tokens in fp32.
+
+    Args:
+        alone: outputs in bfloat16 of one request at a time.
+    """
+    if column.native:
+        checked_bits(column, model, "bfloat16", alone)
+    else:
+        checked_tokens(column, model, reference_tokens(model))

@@ -48,8 +48,8 @@ class DividedHeads(AttentionBackend):
     """Attention in which each process computes some heads by another backend, which plans steps and
     has the cache."""
 
-    def __init__(self, backend: AttentionBackend, group: Group | TorchGroup) -> None:
-        self._backend, self._group = backend, group
+    def __init__(self, backend: AttentionBackend, rank: int, size: int) -> None:
+        self._backend, self._rank, self._size = backend, rank, size
         self.caps = backend.caps
         # Query and kv heads of all processes, by the id of a layer's cache.
         self._heads: dict[int, tuple[int, int]] = {}
@@ -79,12 +79,11 @@ class DividedHeads(AttentionBackend):
     def key_weights(self, kv: LayerKV, at: Tensor, queries: Tensor, spec: AttentionSpec) -> Tensor:
         heads, kv_heads = self._heads[id(kv)]
         rank_heads = slice(*self._share(heads, kv_heads).heads)
-        sinks = None if spec.sinks is None else spec.sinks[rank_heads]
-        part = self._backend.key_weights(kv, at, queries, replace(spec, sinks=sinks))
+        part = self._backend.key_weights(kv, at, queries, spec.of_heads(rank_heads))
         return self._all_weights(part, heads, kv_heads)
 
     def _share(self, heads: int, kv_heads: int) -> HeadShare:
-        return HeadShare.of(heads, kv_heads, self._group.rank, self._group.size)
+        return HeadShare.of(heads, kv_heads, self._rank, self._size)
 
     def _all_weights(self, part: Tensor, heads: int, kv_heads: int) -> Tensor:
         """Return the `key_weights` of all processes: [heads of this process, keys] -> [heads,
@@ -97,8 +96,8 @@ class SharedHeads(DividedHeads):
     divided in the same way; then each process keeps its own part."""
 
     def __init__(self, backend: AttentionBackend, group: TorchGroup, *, fast: bool) -> None:
-        super().__init__(backend, group)
-        self._gather_columns, self._fast = group.gather_columns, fast
+        super().__init__(backend, group.rank, group.size)
+        self._group, self._fast = group, fast
 
     def run(self, attend: Attend) -> Tensor:
         heads, kv_heads, group = attend.q.shape[1], self.kv_heads(attend), self._group
@@ -132,21 +131,21 @@ class SharedHeads(DividedHeads):
             out[:, slice(*shares[self._group.rank])] = part_out
             return out
         widths = [(end - first) * dim for first, end in shares]
-        return self._gather_columns(part_out.flatten(1), widths).view(tokens, heads, dim)
+        return self._group.gather_columns(part_out.flatten(1), widths).view(tokens, heads, dim)
 
     def _all_weights(self, part: Tensor, heads: int, kv_heads: int) -> Tensor:
         size = self._group.size
         shares = (HeadShare.of(heads, kv_heads, rank, size).heads for rank in range(size))
         widths = [end - first for first, end in shares]
-        return self._gather_columns(part.t(), widths).t()
+        return self._group.gather_columns(part.t(), widths).t()
 
 
 class GroupAttention(DividedHeads):
     """Attention divided by heads, with native kernels; all processes get all results."""
 
     def __init__(self, backend: CpuAttention, ops: Ops, group: Group) -> None:
-        super().__init__(backend, group)
-        self._native, self._ops, self._memory = backend, ops, group
+        super().__init__(backend, group.rank, group.size)
+        self._native, self._ops, self._group = backend, ops, group
 
     def run(self, attend: Attend) -> Tensor:
         tokens, heads, size = attend.q.shape
@@ -156,9 +155,9 @@ class GroupAttention(DividedHeads):
         if part.k is not None and kv_heads < self._group.size:
             part = replace(part, k=self._copied(part.k))  # rotated in place, but shared by others
         shape = tokens, heads, attend.spec.value_dim or size
-        out = self._memory.take(shape, attend.q.dtype)
+        out = self._group.take(shape, attend.q.dtype)
         self._native.run_into(part, out[:, slice(*share.heads)])
-        self._memory.exchange()
+        self._group.exchange()
         return out
 
     def run_latent(self, attend: AttendLatent) -> Tensor:
@@ -171,18 +170,18 @@ class GroupAttention(DividedHeads):
             k_rope=self._copied(attend.k_rope),
         )
         part_out = self._native.run_latent_by(self._ops, part)  # [tokens, rank heads, value]
-        out = self._memory.take((tokens, heads, part_out.shape[2]), part_out.dtype)
-        self._memory.copy(part_out.flatten(1), out[:, rank_heads].flatten(1))
-        self._memory.exchange()
+        out = self._group.take((tokens, heads, part_out.shape[2]), part_out.dtype)
+        self._group.copy(part_out.flatten(1), out[:, rank_heads].flatten(1))
+        self._group.exchange()
         return out
 
     def _all_weights(self, part: Tensor, heads: int, kv_heads: int) -> Tensor:
-        self._memory.begin()
-        out = self._memory.take((heads, part.shape[1]), part.dtype)
+        self._group.begin()
+        out = self._group.take((heads, part.shape[1]), part.dtype)
         out[slice(*self._share(heads, kv_heads).heads)] = part
-        self._memory.exchange()
+        self._group.exchange()
         every = out.clone()
-        self._memory.exchange()  # all have read what the next layer overwrites
+        self._group.exchange()  # all have read what the next layer overwrites
         return every
 
     def _copied(self, k: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ from kvik.config.kv_budget import (
     allot,
     check_model,
     fingerprint_of,
-    full_layers,
     save_budgets,
     scores_of,
 )
@@ -78,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     data, tokens = "", 0
     if options.by == ENTROPY:
         entropies, data, tokens = _measured(arguments, config)
-    full = full_layers(spec)
+    full = spec.full_layers
     scores = scores_of(options.by, entropies, len(full))
     sizes = [kv.bytes_per_token for i in full if (kv := spec.kv_specs(1)[i])]
     allotted = dict(zip(full, allot(scores, sizes, options.bytes, context), strict=True))

@@ -87,11 +87,6 @@ def fingerprint_of(spec: ModelSpec) -> str:
     return blake2b(repr(shape).encode(), digest_size=16).hexdigest()
 
 
-def full_layers(spec: ModelSpec) -> list[int]:
-    """Return the layers that can have a budget: those whose queries see all keys."""
-    return [i for i, layer in enumerate(spec.layers) if layer.attends and layer.window is None]
-
-
 def check_model(spec: ModelSpec, field: str = FIELD) -> None:
     """Raise ConfigError if the model does not support budgets."""
     for wrong, reason in (
@@ -99,7 +94,7 @@ def check_model(spec: ModelSpec, field: str = FIELD) -> None:
         (spec.fallback is not None, "runs through transformers, which has a cache of its own"),
         (spec.latent is not None, "attends over latent vectors"),
         (any(layer.kv_from is not None for layer in spec.layers), "has layers that share keys"),
-        (not full_layers(spec), "has no layers that see all keys"),
+        (not spec.full_layers, "has no layers that see all keys"),
         # keys that were moved together would have other distances
         (any(layer.slopes for layer in spec.layers), "adds the distance of keys to scores (ALiBi)"),
     ):
@@ -226,7 +221,7 @@ def read_budgets(path: Path, spec: ModelSpec) -> KVBudgets:
         "scores": (budgets.scores, 0),
         "budgets": (budgets.budgets, MIN_TOKENS),
     }
-    full = full_layers(spec)
+    full = spec.full_layers
     for name, (values_of, minimum) in lists.items():
         numbers = [n for n in values_of if n is not None]
         if (

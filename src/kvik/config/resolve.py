@@ -31,7 +31,7 @@ from kvik.config.fit import (
     with_drafter,
 )
 from kvik.config.hardware import Hardware
-from kvik.config.kv_budget import KVBudgets, check_model, full_layers
+from kvik.config.kv_budget import KVBudgets, check_model
 from kvik.config.memory import Footprint, Limit, StepSize
 from kvik.config.parallel import (
     check_group,
@@ -391,7 +391,7 @@ def as_streamed(config: EngineConfig, spec: ModelSpec, notes: Notes) -> ModelSpe
     if config.window is None:
         return spec
     name = spec.architecture
-    full = full_layers(spec)
+    full = spec.full_layers
     for wrong, reason in (
         (spec.latent is not None, "attends over latent vectors"),
         (not full, "has no layers that see all keys"),

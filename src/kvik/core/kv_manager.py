@@ -67,6 +67,7 @@ class KVCacheManager:
         if config.checkpoints is not None:
             self.checkpoints = CheckpointTable(config.checkpoints, config.block_size, self.reusable)
         self._visible = [group.visible for group in config.groups]
+        self._budgets = [group.visible for group in config.groups if group.budgeted]
         self._slides = any(visible.slides for visible in self._visible)
         self._cuts: list[BudgetCut] = []  # since they were taken
         self.cut_blocks: list[int] = []  # that they read, and that may be free already
@@ -102,7 +103,7 @@ class KVCacheManager:
 
     def reusable(self, prompt: int) -> int:
         """See `VisibleKeys.reusable`: the least of all groups."""
-        return min((visible.reusable(prompt) for visible in self._visible), default=NEVER)
+        return min((visible.reusable(prompt) for visible in self._budgets), default=NEVER)
 
     def demand(self, match: PrefixMatch, num_tokens: int, chunk: int) -> int:
         """Return how many free blocks a request with this match takes for `num_tokens` tokens."""

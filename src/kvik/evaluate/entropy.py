@@ -18,7 +18,7 @@ from kvik.attention.base import LayerKV
 from kvik.attention.layout import StepLayout
 from kvik.attention.reference import ReferenceAttention
 from kvik.config.config import EngineConfig
-from kvik.config.kv_budget import check_model, full_layers
+from kvik.config.kv_budget import check_model
 from kvik.errors import ConfigError
 from kvik.evaluate.windows import cut, longest_window, prompt_prefix, resolve_reader
 from kvik.kernels.ops import Ops
@@ -97,7 +97,7 @@ def entropy_of(
         for i, ids in enumerate(windows):
             progress("reading", i / len(windows))
             _read(network, ids, resolved.cache.block_size)
-    layers = [network.kv.of(i).k.data_ptr() for i in full_layers(model)]
+    layers = [network.kv.of(i).k.data_ptr() for i in model.full_layers]
     return tuple(probe.sums[layer] / probe.counts[layer] for layer in layers)
 
 

@@ -158,6 +158,11 @@ class ModelFacts:
         return tuple(layer.window for layer in self.layers)
 
     @property
+    def full_layers(self) -> list[int]:
+        """The layers whose queries see all keys."""
+        return [i for i, y in enumerate(self.layers) if y.attends and y.window is None]
+
+    @property
     def ropes(self) -> tuple[RopeSpec, ...]:
         """The distinct rotary positions of layers; empty if positions are learned."""
         return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope))
