@@ -196,10 +196,23 @@ def test_refusals_of_a_group_that_torch_joins(hardware, options, field) -> None:
         planned("llama-3.2-1b", replace(LARGE, **hardware), **{**common, **options})
 
 
-def test_experts_cannot_be_whole_in_a_torch_group() -> None:
-    options = {"device": "cpu", "kernels": "torch", "threads": 8, "expert_parallel": True}
-    with pytest.raises(ConfigError, match="must be false with torch kernels"):
-        planned("deepseek-v2-lite", tensor_parallel_size=2, **options)
+def test_whole_experts_divide_a_sum_in_a_torch_group() -> None:
+    options = {"device": "cpu", "kernels": "torch", "threads": 8, **BY_FIELD["expert_parallel"]}
+    assert planned("deepseek-v2-lite", **options).runner.fast_cut
+    with pytest.raises(ConfigError, match=r"^tensor_parallel_cut: must be fast or auto with torch"):
+        planned("deepseek-v2-lite", tensor_parallel_cut="exact", **options)
+
+
+def test_the_fullest_of_four_gpus_has_two_of_six_experts() -> None:
+    options = {"device": "cuda", **SIZES, "tensor_parallel_size": 4}
+    six = {**public_configs()["olmoe-1b-7b"], "num_experts": 6, "num_experts_per_tok": 2}
+    spec, four = ModelSpec.from_config(six), tuple(replace(H100, index=i) for i in range(4))
+    divided, whole = (
+        planned(spec, replace(LARGE, gpus=four), expert_parallel=some, **options).memory.weights
+        for some in (False, True)
+    )
+    table = 50_304 * 2048 * 2  # whole in each
+    assert (whole - table) / (divided - table) == pytest.approx((2 / 6) / (1 / 4), rel=0.01)
 
 
 def test_each_gpu_of_a_group_is_planned_for_its_share() -> None:

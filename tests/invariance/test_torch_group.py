@@ -40,6 +40,7 @@ from helpers.tiny_models import save_tiny, tokens
 from kvik import LLM, SamplingParams
 from kvik.config.model_source import BUNDLED
 from kvik.engine.output import RequestOutput
+from kvik.model_files import model_files
 from kvik.worker.captures import MIN_MISSES
 
 pytestmark = needs_native  # whose module has the beats
@@ -57,6 +58,7 @@ COLUMNS = [
     Column("fast", FAST),
     Column("fast, three", {**FAST, "tensor_parallel_size": 3, "threads": 3}),
     Column("fast, wire", FAST, way="wire"),
+    Column("whole experts", {**TWO, "expert_parallel": True}),
     Column("fast, two steps in flight", FAST, in_flight=2),
     Column(
         "fast, preemption, chunks",
@@ -95,7 +97,9 @@ IN_PROCESSES = ("exact, hits, chunks", "fast, three", "fast, wire", "fast, draft
 IN_PROCESSES += ("stages, hits, chunks", "stages of groups, preemption, siblings")
 REPLAYED = ("exact", "fast", "fast, two steps in flight", "fast, preemption, chunks")
 REPLAYED += ("stages", "stages of groups")
-CASES = [("bundled", column) for column in COLUMNS if column.name not in (*IN_PROCESSES, *REPLAYED)]
+ELSEWHERE = (*IN_PROCESSES, *REPLAYED, "whole experts")
+CASES = [("bundled", column) for column in COLUMNS if column.name not in ELSEWHERE]
+CASES += [(name, BY_NAME["whole experts"]) for name in ("windowed", "chunked")]
 CASES += [
     (name, BY_NAME[column])
     for name in (
@@ -132,7 +136,11 @@ def test_tokens_are_those_of_one(name, column, tmp_path, monkeypatch) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("model", "name"), [*(("bundled", name) for name in REPLAYED), ("adapted windowed", "fast")]
+    ("model", "name"),
+    [
+        *(("bundled", name) for name in REPLAYED),
+        *(("adapted windowed", "fast"), ("windowed", "whole experts")),
+    ],
 )
 def test_replayed_steps_of_all_processes(model, name, tmp_path, monkeypatch) -> None:
     alone_of(model)  # is not captured
@@ -257,15 +265,20 @@ def answers(model: Path, **options: object) -> list[object]:
 
 
 def check(model: Path, *, fast: float = 1e-4, **options: object) -> None:
-    """In two and in three processes, of which the last are more than there are heads of keys.
+    """In two and in three processes, of which the last are more than there are heads of keys; with
+    experts, also with whole ones.
 
     Args:
         fast: the median of what log probabilities of prompts differ by in the fast cut: where
             something is rounded to few bits, a last digit may decide to which number.
     """
     alone = answers(model, **options)
-    for cut, ranks in (("exact", 3), ("fast", 2), ("fast", 3)):
-        group = {"tensor_parallel_size": ranks, "tensor_parallel_cut": cut}
+    ways = [{"tensor_parallel_size": 3, "tensor_parallel_cut": "exact"}]
+    ways += [{"tensor_parallel_size": ranks, "tensor_parallel_cut": "fast"} for ranks in (2, 3)]
+    if model_files(model).spec().experts_of_token:
+        ways.append({"tensor_parallel_size": 3, "expert_parallel": True})
+    for group in ways:
+        cut = group.get("tensor_parallel_cut")
         found = answers(model, **options, **group)
         pairs = [*zip(found, alone, strict=True)]
         apart = sorted(d for one, right in pairs for d in distances(one[2], right[2]))

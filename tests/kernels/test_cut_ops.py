@@ -76,12 +76,15 @@ def matrix(ops: Ops, weight: Weight, bias: Tensor | None, **more: object) -> Mat
     return made
 
 
-def together(table: Ops, fast: bool, work: Callable[[Ops], Tensor]) -> Tensor:
+def together(
+    table: Ops, fast: bool, work: Callable[[Ops], Tensor], *, whole_experts: bool = False
+) -> Tensor:
     """Return the result of all ranks, which must be the same."""
     board = Board(SIZE)
     groups = [ThreadGroup(board, rank) for rank in range(SIZE)]
+    way = {"fast": fast, "whole_experts": whole_experts}
     with ThreadPoolExecutor(SIZE) as pool:
-        found = [*pool.map(lambda group: work(cut_ops(table, group, fast=fast)), groups)]
+        found = [*pool.map(lambda group: work(cut_ops(table, group, **way)), groups)]
     assert len({group.digest for group in groups}) == 1
     assert all(torch.equal(found[0], other) for other in found[1:])
     return found[0]
@@ -164,28 +167,30 @@ def test_a_table_of_tokens_and_the_head(vocab: int, fast: bool) -> None:
     "table", ["reference", "torch", pytest.param("triton", marks=pytest.mark.full)]
 )
 @pytest.mark.parametrize("kind", ["float", "int4-32-zeros", "int4-32-ordered"])
-@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("cut", ["exact", "fast", "whole"])
 @INTERPRETED_ONLY
-def test_experts(table: str, kind: str, fast: bool) -> None:
+def test_experts(table: str, kind: str, cut: str) -> None:
+    """Of three processes, two have one of four whole experts and one has two."""
     torch.manual_seed(0)
-    ups = [weight_of(kind, 2 * INNER, HIDDEN) for _ in range(3)]
-    downs = [weight_of(kind, HIDDEN, INNER) for _ in range(3)]
-    biases = [(torch.randn(2 * INNER), torch.randn(HIDDEN)) for _ in range(3)]
+    ups = [weight_of(kind, 2 * INNER, HIDDEN) for _ in range(4)]
+    downs = [weight_of(kind, HIDDEN, INNER) for _ in range(4)]
+    biases = [(torch.randn(2 * INNER), torch.randn(HIDDEN)) for _ in range(4)]
     x, residual = torch.randn(TOKENS, HIDDEN), torch.randn(TOKENS, HIDDEN)
-    ids, weights = torch.tensor([[0, 2], [2, 1], [1, 0], [0, 1], [2, 0]]), torch.rand(TOKENS, 2)
+    ids, weights = torch.tensor([[0, 3], [2, 1], [3, 0], [0, 1], [2, 3]]), torch.rand(TOKENS, 2)
     made = Between(INNER, 32)
 
     def work(ops: Ops) -> Tensor:
         up, down = [], []
         for expert, (first, second) in enumerate(biases):
-            own = {"expert": (expert, 3), "between": made}
+            own = {"expert": (expert, 4), "between": made}
             up.append(matrix(ops, ups[expert], first, activation="silu_and_mul", **own))
             own["between"] = replace(made, read=True)
             down.append(matrix(ops, downs[expert], second, **own))
         return ops.experts(x, ids, weights, ops.expert_set(up, down), residual.clone())
 
     ops = TABLES[table]()
-    torch.testing.assert_close(together(ops, fast, work), work(ops), rtol=1e-4, atol=1e-3)
+    found = together(ops, cut != "exact", work, whole_experts=cut == "whole")
+    torch.testing.assert_close(found, work(ops), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -317,6 +317,7 @@ class Footprint:
     checkpoints: bool = True  # whether states are kept for prefix cache hits
     ranks: int = 1  # processes that compute layers together
     repeated: int = 0  # bytes of replicated weights, without one copy
+    whole_experts: int = 0  # of the layer with fewest, if each belongs to one process
     # Bytes per token in addition to the network's: outputs of experts of other processes until they
     # are summed; all logits if prompts are scored through transformers.
     output_bytes: int = 0
@@ -360,9 +361,9 @@ class Footprint:
     @property
     def _largest_share(self) -> int:
         """Return the largest share of a matrix in a process, in thousandths, if it is divided by KV
-        heads or by output tiles, whichever are fewer."""
+        heads, by whole experts or by output tiles, whichever are fewest."""
         heads = (spec.num_kv_heads for group in self.groups for spec in group.specs)
-        shared = (count for count in heads if count >= self.ranks)
+        shared = (count for count in (*heads, self.whole_experts) if count >= self.ranks)
         num_parts = max(self.ranks, min((self.spec.hidden_size // TILE, *shared)))
         return 1000 * -(-num_parts // self.ranks) // num_parts + 1
 

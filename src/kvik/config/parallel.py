@@ -35,7 +35,7 @@ def check_group(
         reason = f"can be ray only with {STAGES} of 2 or more: Ray places the stages of a pipeline"
         raise ConfigError("distributed_executor_backend", reason)
     if config.expert_parallel:
-        experts = [layer.experts.router.experts for layer in spec.layers if layer.experts]
+        experts = experts_of_layers(spec)
         if ranks == 1:
             raise ConfigError("expert_parallel", f"can be true only with {OPTION} of 2 or more")
         if not experts:
@@ -70,6 +70,11 @@ def check_group(
         raise ConfigError(STAGES, f"must be 1: {why}")
 
 
+def experts_of_layers(spec: ModelSpec) -> list[int]:
+    """Return the number of routed experts of each layer that has some."""
+    return [layer.experts.router.experts for layer in spec.layers if layer.experts]
+
+
 def _check_torch(
     config: EngineConfig, spec: ModelSpec, compute: Compute, hardware: Hardware
 ) -> None:
@@ -82,8 +87,9 @@ def _check_torch(
     if not hardware.native:
         reason = "kvik was installed without its native module, by which processes watch each other"
         raise ConfigError(option, f"must be 1: {reason}")
-    if config.expert_parallel:
-        raise ConfigError("expert_parallel", f"must be false with {kernels}")
+    if config.expert_parallel and config.tensor_parallel_cut == "exact":
+        reason = f"must be fast or auto with {kernels} and whole experts, as these divide a sum"
+        raise ConfigError(CUT, reason)
     if spec.built is not None:
         raise ConfigError(option, f"must be 1 with an engine folder for {compute.kernels} kernels")
     if config.engine_cache is not None:
@@ -121,8 +127,9 @@ def is_fast(config: EngineConfig, compute: Compute) -> bool:
     """Return whether matrices are divided by the fast cut."""
     if config.tensor_parallel_size == 1:
         return False
-    cut = config.tensor_parallel_cut
-    return cut == "fast" or (cut == "auto" and compute.gpu is not None)
+    cut, native = config.tensor_parallel_cut, compute.kernels == "native"
+    divides_sums = compute.gpu is not None or (config.expert_parallel and not native)
+    return cut == "fast" or (cut == "auto" and divides_sums)
 
 
 def stage_ends(
@@ -263,13 +270,14 @@ def share_reason(
     )
 
 
-def given_bytes(config: EngineConfig, spec: ModelSpec) -> int:
-    """Return the fp32 bytes of a token's expert outputs if each expert belongs to one process, or
-    of its logits if transformers computes those of whole prompts."""
+def given_bytes(config: EngineConfig, spec: ModelSpec, compute: Compute) -> int:
+    """Return the fp32 bytes of a token's expert outputs if native processes with whole experts
+    share them, or of its logits if transformers computes those of whole prompts."""
     if spec.fallback is not None:
         return 4 * spec.vocab_size
-    experts = (layer.experts for layer in spec.layers if layer.experts and config.expert_parallel)
-    return 4 * spec.hidden_size * max((moe.router.active for moe in experts), default=0)
+    if not config.expert_parallel or compute.kernels != "native":
+        return 0
+    return 4 * spec.hidden_size * spec.experts_of_token
 
 
 def repeated_bytes(config: EngineConfig, spec: ModelSpec, compute: Compute) -> int:

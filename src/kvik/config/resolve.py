@@ -36,6 +36,7 @@ from kvik.config.memory import Footprint, Limit, StepSize
 from kvik.config.parallel import (
     check_group,
     check_replicas,
+    experts_of_layers,
     given_bytes,
     gpus_of,
     is_fast,
@@ -205,8 +206,13 @@ def _divided(
     # Processes share the mapped pages of an engine folder.
     repeated = repeated_bytes(config, spec, compute) if footprint.mapped is None else 0
     stage_bytes = stage_weights(config, spec, compute, ends)
-    output_bytes = given_bytes(config, spec)
-    footprint = replace(footprint, repeated=repeated, stage_ends=ends, output_bytes=output_bytes)
+    footprint = replace(
+        footprint,
+        repeated=repeated,
+        whole_experts=min(experts_of_layers(spec)) if config.expert_parallel else 0,
+        output_bytes=given_bytes(config, spec, compute),
+        stage_ends=ends,
+    )
     return replace(footprint, stage_bytes=tuple(map(footprint.own_share, stage_bytes)))
 
 

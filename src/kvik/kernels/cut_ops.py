@@ -11,6 +11,9 @@ three. Tensors keep the width of all columns, but a process writes only its own,
 layers need not be aware of this. Matrices that cannot be divided by inputs, because of groups of
 quantised inputs, are divided as in the exact mode, and so are matrices outside of pairs, such as
 the head and the embedding. Small matrices (`MatrixSpec.replicable`) are whole in each process.
+
+**Whole experts**, an option of the fast mode: each expert belongs to one process, undivided, in any
+format; the sums of all processes over their experts are added (Lepikhin et al. 2020, GShard).
 """
 
 from __future__ import annotations
@@ -76,8 +79,11 @@ def cuts_inputs(kind: WeightKind, inputs: int, runs: Runs) -> bool:
 class DividedMatrices:
     """Matrices divided among the processes."""
 
-    def __init__(self, ops: Ops, group: TorchGroup, *, fast: bool) -> None:
+    def __init__(
+        self, ops: Ops, group: TorchGroup, *, fast: bool, whole_experts: bool = False
+    ) -> None:
         self._ops, self._group, self.fast = ops, group, fast
+        self._whole_experts = whole_experts
 
     def matrix(self, spec: MatrixSpec) -> Matrix:
         """See `Ops.matrix`."""
@@ -95,6 +101,10 @@ class DividedMatrices:
         rank, size, between = self._group.rank, self._group.size, spec.between
         if self.fast and spec.replicable:
             return self._of_rows(spec, [(0, spec.outputs)])
+        if spec.expert is not None and self._whole_experts:
+            number, count = spec.expert
+            is_here = number in range(*share_of(count, rank, size))
+            return self._of_rows(spec, [(0, spec.outputs)] if is_here else [])
         if between is not None and self.fast:
             inputs_of_ranks = [between.of_rank(other, size) for other in range(size)]
             if not between.read:
@@ -241,6 +251,44 @@ class DividedExperts:
         return self._group.add_up(made, residual, x.dtype)
 
 
+class UndividedExperts:
+    """Whole experts, divided among the processes: one exchange for all of a token's experts, after
+    which a process has waited for the one whose experts most tokens chose."""
+
+    def __init__(self, ops: Ops, group: TorchGroup) -> None:
+        self._ops, self._group = ops, group
+
+    def expert_set(self, up: Sequence[Matrix], down: Sequence[Matrix]) -> ExpertSet:
+        """See `Ops.expert_set`."""
+        first, end = self._numbers(len(up))
+        ups, downs = (
+            [part_of(matrix).local for matrix in matrices[first:end]] for matrices in (up, down)
+        )
+        return ExpertSet(tuple(up), tuple(down), self._ops.expert_set(ups, downs))
+
+    def _numbers(self, count: int) -> tuple[int, int]:
+        """Return the first expert of this process and the end."""
+        return share_of(count, self._group.rank, self._group.size)
+
+    def experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor | None,
+        experts: ExpertSet,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """See `Ops.experts`."""
+        assert isinstance(experts.data, ExpertSet)
+        first, end = self._numbers(len(experts.up))
+        for matrix in (*experts.up[first:end], *experts.down[first:end]):
+            part_of(matrix).ready(matrix)
+        inside = (ids >= first) & (ids < end)
+        local = replace(experts.data, weigh_inputs=experts.weigh_inputs)
+        made = self._ops.experts(x, (ids - first).where(inside, -1), weights, local, None)
+        return self._group.add_up(made, residual, x.dtype)
+
+
 def _spread_out(made: Tensor, columns: Runs, width: int) -> Tensor:
     """Write columns to their places in a tensor of all columns; the others are not written."""
     if made.shape[1] == width:
@@ -269,15 +317,17 @@ def part_of(matrix: Matrix) -> MatrixPart:
     return matrix.data
 
 
-def cut_ops(ops: Ops, group: TorchGroup, *, fast: bool) -> Ops:
+def cut_ops(ops: Ops, group: TorchGroup, *, fast: bool, whole_experts: bool = False) -> Ops:
     """Return the operations whose matrices are divided among the processes.
 
     Args:
         ops: of this process.
-        fast: the mode; see the module's docstring.
+        fast, whole_experts: see the module's docstring.
     """
-    matrices = DividedMatrices(ops, group, fast=fast)
-    experts = DividedExperts(ops, matrices, group)
+    matrices = DividedMatrices(ops, group, fast=fast, whole_experts=whole_experts)
+    experts = (
+        UndividedExperts(ops, group) if whole_experts else DividedExperts(ops, matrices, group)
+    )
     return replace(
         ops,
         matrix=matrices.matrix,

@@ -44,7 +44,8 @@ class Joined(CapturePeers):
         device = torch.device(runner.device)
         if device.type != "cpu" and not torch.distributed.is_nccl_available():
             raise ConfigError("tensor_parallel_size", "must be 1 on GPUs: this torch has no NCCL")
-        self._fast, self._ranks, self._device = runner.fast_cut, peers, device
+        self._fast, self._whole_experts = runner.fast_cut, runner.expert_parallel
+        self._ranks, self._device = peers, device
         self._drafts = False  # the captured forwards are of the network that drafts
         self.group = connect(
             device, setup.file, setup.rank, setup.size, lambda: peers is not None and peers.lost
@@ -52,7 +53,7 @@ class Joined(CapturePeers):
 
     def ops(self, ops: Ops) -> Ops:
         """Return the operations on this process's share."""
-        return cut_ops(ops, self.group, fast=self._fast)
+        return cut_ops(ops, self.group, fast=self._fast, whole_experts=self._whole_experts)
 
     def attention(self, backend: AttentionBackend) -> AttentionBackend:
         """Return attention over this process's heads; `backend` uses the operations of `ops`."""
