@@ -89,7 +89,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-@pytest.mark.once  # a format of a matrix does not depend on the family
+@pytest.mark.each(1)  # a format of a matrix does not depend on the family
 @pytest.mark.parametrize(
     "family",
     [pytest.param(name, marks=pytest.mark.full if name in LIKE else ()) for name in MODELS],
@@ -114,7 +114,7 @@ def test_a_quantised_model_is_read_and_generates_the_same(
 
 
 @pytest.mark.full
-@pytest.mark.once
+@pytest.mark.each(1)
 @pytest.mark.parametrize("family", [family for family in MODELS if family != "GptOss"])
 @pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
 def test_the_weights_are_those_of_the_quantiser(

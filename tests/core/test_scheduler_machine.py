@@ -216,4 +216,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=examples(400), stateful_step_count=25)
+TestScheduler.settings = settings(max_examples=examples(300), stateful_step_count=25)

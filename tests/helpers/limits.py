@@ -5,7 +5,7 @@ that collects their reports checks the limits and fails the session.
 
 - A case without the mark `full` takes at most `CASE_SECONDS` of CPU time, including processes that
   it starts, so that the fast tier stays fast.
-- A folder's cases take at most the CPU seconds that `tests/limits.toml` states for it.
+- A folder's cases take at most `SPARE` times the CPU seconds that `tests/limits.toml` states.
 - A test is skipped only for a reason that `tests/limits.toml` lists.
 
 Seconds are those of the machine on which the budgets were measured: each worker sometimes times a
@@ -23,7 +23,8 @@ from pathlib import Path
 import pytest
 import torch
 
-CASE_SECONDS = 10.0
+CASE_SECONDS = 20.0  # with all examples; the fast tier draws a fifth of them
+SPARE = 2.0  # a shared machine is slower in other ways than those that `probe` measures
 TABLE = Path(__file__).parents[1] / "limits.toml"
 _CPU = "cpu_seconds"
 PROBE_SECONDS = 0.0019  # of `probe` on a Xeon with AMX, two cores
@@ -103,8 +104,10 @@ class Limits:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         for at, seconds in self._folder_seconds.items():
             budget = self._folder_budget.get(at)
-            if budget is not None and seconds > budget:
-                self.faults.append(f"{at}: {seconds:.0f} s of CPU, the budget is {budget:.0f}")
+            if budget is not None and seconds > SPARE * budget:
+                self.faults.append(
+                    f"{at}: {seconds:.0f} s of CPU, over {SPARE:g} times the usual {budget:.0f}"
+                )
         if self.faults and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

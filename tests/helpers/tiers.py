@@ -4,7 +4,7 @@
   each value of each axis at least once.
 - **full** (`make test-full`): also tests marked `full`, and all examples. Of a product of three or
   more axes with more than eight cases, it runs a cover with each pair of values of two axes at
-  least once.
+  least once; of tests marked `each(n)`, with each value of an argument at least n times.
 - **check** (`make check`): tests marked `check`, which check the form of sources and documents and
   belong to no other tier.
 - **nightly** (`make test-nightly`): also tests marked `nightly`, and whole products; ten times the
@@ -19,8 +19,10 @@ from __future__ import annotations
 import heapq
 import os
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from itertools import combinations
+from typing import TypeVar
 
 import pytest
 
@@ -29,6 +31,9 @@ STRENGTH = {"fast": 1, "full": 2}  # axes whose values are combined in a cover
 CHECK = "check"
 SMALL = 8  # the full tier runs all cases of a function with this many or fewer
 FEWEST_EXAMPLES = 25
+
+Value = tuple[object, str]  # an axis, and the id of a value
+Case = TypeVar("Case")
 
 _TIER = "TEST_TIER"
 _SEED = "TEST_SEED"
@@ -88,32 +93,48 @@ def _chosen(cases: list[pytest.Item], tier: str) -> list[pytest.Item]:
     """Return the cases of a function that the fast or full tier runs."""
     if (tier == "full" and len(cases) <= SMALL) or not hasattr(cases[0], "callspec"):
         return cases
-    strength = STRENGTH["fast" if cases[0].get_closest_marker("once") else tier]
+    if each := cases[0].get_closest_marker("each"):
+        values = [[(name, str(value)) for name, value in c.callspec.params.items()] for c in cases]
+        return covering(cases, values, 1, times=each.args[0] if tier == "full" else 1)
     # With no more axes than are combined, each case is a combination of its own.
-    pairs = tier == "full" and len(cases[0].callspec._idlist) <= strength
+    pairs = tier == "full" and len(cases[0].callspec._idlist) <= STRENGTH[tier]
     if pairs or cases[0].get_closest_marker("whole"):
         return cases
-    return covering(cases, strength)
+    return covering(cases, [[*enumerate(c.callspec._idlist)] for c in cases], STRENGTH[tier])
 
 
-def covering(cases: list[pytest.Item], strength: int) -> list[pytest.Item]:
-    """Return few cases that cover each combination of values of `strength` axes (`parametrize`,
-    fixture) at least once.
+def covering(
+    cases: Sequence[Case], values: Sequence[list[Value]], strength: int, times: int = 1
+) -> list[Case]:
+    """Return few cases that cover each combination of values of `strength` axes at least that many
+    times, as long as there are cases that have it.
 
-    Greedy: repeatedly take the case with most new combinations. These counts only fall, so a heap
-    of stale counts finds the next case without recounting all.
+    Greedy: repeatedly take the case with most new combinations, and of several the one whose values
+    were taken least. Both numbers only get worse, so a heap of stale ones finds the next case
+    without recounting all.
+
+    Args:
+        values: of each case, one of each axis.
     """
-    values = {case: set(combinations(enumerate(case.callspec._idlist), strength)) for case in cases}
-    missing = set().union(*values.values())
-    heap = [(-len(values[case]), order) for order, case in enumerate(cases)]
-    heapq.heapify(heap)
-    chosen = []
-    while missing:
-        count, order = heapq.heappop(heap)
-        new = values[cases[order]] & missing
-        if len(new) < -count:
-            heapq.heappush(heap, (-len(new), order))
-            continue
-        chosen.append(cases[order])
-        missing -= new
-    return chosen
+    combined = [set(combinations(one, strength)) for one in values]
+    taken: Counter[Value] = Counter()
+    chosen: set[int] = set()
+    for _ in range(times):
+        left = [order for order in range(len(cases)) if order not in chosen]
+        missing = set().union(*(combined[order] for order in left))
+
+        def rank(order: int, missing: set[tuple[Value, ...]] = missing) -> tuple[int, int, int]:
+            return -len(combined[order] & missing), sum(taken[v] for v in values[order]), order
+
+        heap = [*map(rank, left)]
+        heapq.heapify(heap)
+        while missing:
+            found = heapq.heappop(heap)
+            order = found[-1]
+            if (now := rank(order)) > found:
+                heapq.heappush(heap, now)
+                continue
+            chosen.add(order)
+            missing -= combined[order]
+            taken.update(values[order])
+    return [cases[order] for order in sorted(chosen)]

@@ -64,6 +64,7 @@ def of_models(columns: list[object], *names: str) -> list[object]:
 MODELS = "bundled", "windowed", "latent", "states", "latent experts"
 
 
+@pytest.mark.each(2)  # what a column adds hardly depends on the layers that are adapted
 @pytest.mark.parametrize(
     ("name", "column"),
     [
@@ -82,6 +83,7 @@ OF_BITS = [pytest.param(c) for c in [*EVERY, LOADED] if c.name in NAMES_OF_BITS]
 
 
 @needs_native
+@pytest.mark.each(2)
 @pytest.mark.parametrize("format", ["bfloat16"])
 @pytest.mark.parametrize(("name", "column"), of_models(OF_BITS, *MODELS))
 def test_native_logprobs_are_the_same_to_the_bit(

@@ -91,6 +91,7 @@ def alone(
     yield request.param, outputs(folder, name, "alone", **FORMATS[request.param])
 
 
+@pytest.mark.each(4)  # what a column adds depends neither on the layers nor on the format
 @pytest.mark.parametrize("column", COLUMNS)
 def test_results_do_not_depend_on_the_batch(encoder, alone, column) -> None:
     (name, folder), (format, expected) = encoder, alone

@@ -36,6 +36,7 @@ OF_THE_CACHE = ("bfloat16", *(name for name in FORMATS if name.startswith("KV"))
 
 
 @needs_native
+@pytest.mark.each(2)  # the models and formats differ in what kernels read, the columns in when
 @pytest.mark.parametrize("format", OF_THE_CACHE)
 @pytest.mark.parametrize("column", BITS, ids=named)
 def test_native_logprobs_are_the_same_to_the_bit(model, format, one_at_a_time, column, caplog):

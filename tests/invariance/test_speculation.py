@@ -46,6 +46,7 @@ def texts(model, expected) -> list[list[int]]:
 
 
 @TWO_MODELS  # with each model, the next test runs some columns
+@pytest.mark.each(1)  # a drafter needs no more of a column than room for its tokens
 @pytest.mark.parametrize("drafter", EVERYWHERE)
 @pytest.mark.parametrize(
     "column",
@@ -57,6 +58,7 @@ def test_tokens_do_not_depend_on_drafts(model, expected, texts, column, drafter,
     assert 0 < accepted < drafted
 
 
+@pytest.mark.each(3)  # a drafter does not know the model
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("column", SOME, ids=named)
 def test_tokens_do_not_depend_on_the_drafter(model, expected, texts, column, drafter, monkeypatch):
@@ -104,7 +106,7 @@ def test_tokens_do_not_depend_on_a_draft_model(model, expected, draft, column):
 
 
 @needs_native
-@pytest.mark.once
+@pytest.mark.each(1)
 @pytest.mark.parametrize("drafter", EVERYWHERE)
 @pytest.mark.parametrize(
     "column",

@@ -78,12 +78,18 @@ def one_at_a_time(model) -> list[RequestOutput]:
     return reference_outputs({**model, "dtype": "bfloat16"})
 
 
+# What a column adds hardly depends on the kind of state.
+TWO_MODELS = pytest.mark.each(2)
+
+
+@TWO_MODELS
 @pytest.mark.parametrize("column", by_tier(EVERY), ids=named)
 def test_tokens_do_not_depend_on_how_they_are_made(model, expected, column):
     checked_tokens(column, model, expected)
 
 
 @needs_native
+@TWO_MODELS
 @pytest.mark.parametrize(
     "column", [c for c in EVERY if c.name in {c.name for c in BITS}], ids=named
 )
@@ -99,6 +105,7 @@ def texts(expected) -> list[list[int]]:
     return [[*prompt, *tokens] for prompt, tokens in found]
 
 
+@TWO_MODELS
 @pytest.mark.parametrize("column", by_tier(EVERY), ids=named)
 def test_tokens_do_not_depend_on_drafts(model, expected, texts, column, monkeypatch):
     drafted, accepted = check_drafts(
@@ -166,6 +173,7 @@ def test_a_second_turn_continues_from_a_state_with_drafts(model, expected, texts
 
 
 @needs_native
+@TWO_MODELS
 @pytest.mark.parametrize(
     "column", [c for c in EVERY if c.name in {c.name for c in BITS}], ids=named
 )

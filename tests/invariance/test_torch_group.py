@@ -264,39 +264,46 @@ def answers(model: Path, **options: object) -> list[object]:
     return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs) for o in outputs]
 
 
-def check(model: Path, *, fast: float = 1e-4, **options: object) -> None:
-    """In two and in three processes, of which the last are more than there are heads of keys; with
-    experts, also with whole ones.
+WAYS: dict[str, dict[str, object]] = {
+    "exact, three": {"tensor_parallel_size": 3, "tensor_parallel_cut": "exact"},
+    "fast, two": {"tensor_parallel_size": 2, "tensor_parallel_cut": "fast"},
+    "fast, three": {"tensor_parallel_size": 3, "tensor_parallel_cut": "fast"},
+}
+WHOLE_EXPERTS = {"tensor_parallel_size": 3, "expert_parallel": True}
+
+
+def check(model: Path, *groups: dict[str, object], fast: float = 1e-4, **options: object) -> None:
+    """Compare groups of two or three processes, of which the last are more than there are heads of
+    keys, with one process.
 
     Args:
         fast: the median of what log probabilities of prompts differ by in the fast cut: where
             something is rounded to few bits, a last digit may decide to which number.
     """
     alone = answers(model, **options)
-    ways = [{"tensor_parallel_size": 3, "tensor_parallel_cut": "exact"}]
-    ways += [{"tensor_parallel_size": ranks, "tensor_parallel_cut": "fast"} for ranks in (2, 3)]
-    if model_files(model).spec().experts_of_token:
-        ways.append({"tensor_parallel_size": 3, "expert_parallel": True})
-    for group in ways:
-        cut = group.get("tensor_parallel_cut")
+    for group in groups:
+        exact = group.get("tensor_parallel_cut") == "exact"
         found = answers(model, **options, **group)
         pairs = [*zip(found, alone, strict=True)]
         apart = sorted(d for one, right in pairs for d in distances(one[2], right[2]))
-        if cut == "exact":
+        if exact:
             assert apart[-1] < 1e-4, group
         assert apart[len(apart) // 2] < fast, group
-        if cut == "exact" or fast <= 1e-4:
+        if exact or fast <= 1e-4:
             assert [one[0] for one, _ in pairs] == [right[0] for _, right in pairs], group
 
 
+@pytest.mark.each(1)  # layers differ in how they are divided, groups in what of it they need
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "family",
     [name if name == "Llama" else pytest.param(name, marks=pytest.mark.full) for name in FAMILIES],
 )
-def test_models_of_each_kind(family, tmp_path, monkeypatch) -> None:
+def test_models_of_each_kind(family, way, tmp_path, monkeypatch) -> None:
     use_threads(monkeypatch)
     save_tiny(tmp_path, family, **FAMILIES[family])
-    check(tmp_path)
+    has_experts = model_files(tmp_path).spec().experts_of_token > 0
+    check(tmp_path, WAYS[way], *([WHOLE_EXPERTS] if has_experts else []))
 
 
 ROUNDED = [name for name in STORED if name.startswith("fp8") or name == "int8"]
@@ -310,7 +317,7 @@ def test_quantised_checkpoints(case, tmp_path, monkeypatch) -> None:
     use_threads(monkeypatch)
     save_tiny(tmp_path / "plain", "Qwen2", **SIZES)
     save_quantised(tmp_path / "plain", tmp_path / "model", tmp_path / "twin", STORED[case])
-    check(tmp_path / "model", fast=0.3 if case in ROUNDED else 1e-4)
+    check(tmp_path / "model", *WAYS.values(), fast=0.3 if case in ROUNDED else 1e-4)
 
 
 FORMATS = {
@@ -325,4 +332,4 @@ def test_formats(name, tmp_path, monkeypatch) -> None:
     use_threads(monkeypatch)
     sizes = {**HEADS, "hidden_size": 128, "intermediate_size": 320}
     save_tiny(tmp_path, "Llama", **sizes)
-    check(tmp_path, **FORMATS[name])
+    check(tmp_path, *WAYS.values(), **FORMATS[name])

@@ -97,6 +97,7 @@ def test_greedy_tokens_over_the_cache(pair: Pair) -> None:
     assert found == expected.tolist()
 
 
+@pytest.mark.each(1)  # the test before runs both kernels
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_sequences_of_one_step_are_independent(pair: Pair, kernels: str) -> None:
     """Three sequences of different lengths share each step; one decodes while others prefill."""

@@ -181,7 +181,7 @@ def test_logits_are_those_of_positions_within_the_cache(case, name, chunk) -> No
 
 
 @pytest.mark.full
-@pytest.mark.once  # a family differs in what the kernels get, not in kernels
+@pytest.mark.each(1)  # a family differs in what the kernels get, not in kernels
 @INTERPRETED_ONLY
 @pytest.mark.skipif(not TRITON, reason=NO_TRITON)
 @pytest.mark.parametrize("chunk", [0, 4, 33])

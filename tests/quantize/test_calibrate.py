@@ -65,7 +65,7 @@ def same(results: list[BlockResult], others: list[BlockResult]) -> None:
             assert torch.equal(a.quantised.scales.scales, b.quantised.scales.scales)
 
 
-@pytest.mark.once  # `test_factors.py` folds every family
+@pytest.mark.each(1)  # `test_factors.py` folds every family
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", METHODS)
 def test_in_eight_bits_the_model_is_the_same(tmp_path: Path, family: str, method: str) -> None:

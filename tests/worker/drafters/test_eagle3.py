@@ -46,7 +46,7 @@ def saved(request, tmp_path_factory) -> tuple[Path, Eagle3]:
     return root, save_eagle3(root, normed=request.param != "residual")
 
 
-@pytest.mark.once
+@pytest.mark.each(1)
 @pytest.mark.parametrize("way", head_ways())
 def test_drafts_are_those_of_the_definition(way, saved, monkeypatch):
     (root, head), noted = saved, note_drafts(monkeypatch, "eagle3")
