@@ -70,7 +70,7 @@ KVIK_INLINE void with_activation(int64_t activation, const Use& use, std::intege
 }
 template <class Use>
 KVIK_INLINE void with_activation(int64_t activation, const Use& use) {
-    with_activation(activation, use, std::make_integer_sequence<int64_t, kClampedSwiglu + 1>{});
+    with_activation(activation, use, std::make_integer_sequence<int64_t, kTanh + 1>{});
 }
 
 KVIK_INLINE F32 activated(int64_t activation, F32 x) {
@@ -83,6 +83,7 @@ KVIK_INLINE F32 activated(int64_t activation, F32 x) {
         case kRelu: return max(zero(), x);
         case kReluSquared: return mul(max(zero(), x), max(zero(), x));
         case kClampedSwiglu: return clamped_gate(x);
+        case kTanh: return tanh(x);
         default: return x;
     }
 }

@@ -29,6 +29,7 @@ enum Activation : int64_t {
     kRelu = 6,
     kReluSquared = 8,
     kClampedSwiglu = 9,
+    kTanh = 10,
 };
 // The function of the gate that `gated` multiplies x by.
 enum Gate : int64_t { kGateNone = 0, kGateSilu = 1, kGateSigmoid = 2, kGateSoftplus = 3 };
@@ -70,9 +71,19 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     P(x) I(x_stride) I(x_inner_stride) P(weight) P(bias) I(weight_stride) P(y)           \
     I(y_stride) I(y_inner_stride) I(rows) I(inner) I(dim) F(eps) I(dtype)
 
+// y [rows, inner, dim] = x * rms(like) / sqrt(max(mean of x^2, least)), over dim; like [rows, dim].
+#define KVIK_ARGS_rescaled(P, I, F)                                                      \
+    P(x) I(x_stride) I(x_inner_stride) P(like) I(like_stride) P(y) I(y_stride)           \
+    I(y_inner_stride) I(rows) I(inner) I(dim) F(least) I(dtype)
+
 // y [rows, columns] = activation(x), or for an odd activation(x[:, :columns]) * x[:, columns:].
 #define KVIK_ARGS_activate(P, I, F)                                                      \
     P(x) I(x_stride) P(y) I(y_stride) I(rows) I(columns) I(activation) I(dtype)
+
+// y [rows, columns] = activation(gate) * up, of x = (gate, up) and an odd activation, where gate is max(0, gate - mean -
+// deviations * std) of its row.
+#define KVIK_ARGS_activate_top(P, I, F)                                                  \
+    P(x) I(x_stride) P(y) I(y_stride) I(rows) I(columns) I(activation) F(deviations) I(dtype)
 
 #define KVIK_ARGS_add(P, I, F)                                                           \
     P(x) I(x_stride) P(y) I(y_stride) P(out) I(out_stride) I(rows) I(dim) I(dtype)
@@ -97,6 +108,12 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 #define KVIK_ARGS_gated(P, I, F)                                                         \
     P(x) I(x_stride) P(gate) I(gate_stride) I(gate_dim) P(y) I(y_stride) I(rows) I(dim)  \
     I(by) I(wide) I(dtype)
+
+// out [rows, sums * dim] = residual + x [rows, parts * dim] weighted: sum s of row r adds, of each part p, weights[r, s *
+// parts + p] times that part. weights fp32.
+#define KVIK_ARGS_weighted_sums(P, I, F)                                                 \
+    P(x) I(x_stride) P(weights) I(weights_stride) P(residual) I(residual_stride) P(out)  \
+    I(out_stride) I(rows) I(parts) I(sums) I(dim) I(dtype)
 
 // Short convolutions of all sequences of a step: y [tokens, channels]. Sequence s owns tokens [starts[s],
 // starts[s + 1]), the last ones of its lengths[s]; its state is row state_rows[s] of state, or none where that is
@@ -304,7 +321,7 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 
 #define KVIK_KERNELS(K)                                                                  \
     K(rms_norm) K(layer_norm) K(activate) K(xielu) K(scaled) K(clipped) K(softcap)       \
-    K(add)                                                                               \
+    K(add) K(rescaled) K(activate_top) K(weighted_sums)                                  \
     K(gather_rows) K(rotations) K(rotary) K(gated) K(causal_conv) K(recurrence)          \
     K(store_kv) K(store_latent) K(load_kv) K(move_kv) K(keep_queries) K(store_index)     \
     K(choose_keys) K(attention) K(linear) K(linear_each) K(route) K(experts)             \

@@ -1,9 +1,11 @@
 // Normalisation. Sums are taken in fp32 in an order that depends only on `dim`; one thread computes a row.
-// Weight and bias have the dtype of x, except that rms_norm's weight may be fp32. y may be x.
+// Weight and bias have the dtype of x, except that rms_norm's weight may be fp32. y may be x. And what else needs such
+// sums.
 #pragma once
 
 #include <cmath>
 
+#include "activation.hpp"
 #include "arguments.hpp"
 #include "share.hpp"
 #include "simd.hpp"
@@ -92,6 +94,48 @@ void rms_norm(const rms_norm_args& a, Team& team) {
 
 void layer_norm(const layer_norm_args& a, Team& team) {
     a.dtype == kBF16 ? layer_norm_of<bf16>(a, team) : layer_norm_of<float>(a, team);
+}
+
+template <class T>
+void rescaled_of(const rescaled_args& a, Team& team) {
+    each_range(team, a.rows * a.inner, rows_worth_a_thread(a.dim), [&](int64_t begin, int64_t end) {
+        for (int64_t at = begin; at < end; at++) {
+            const int64_t row = at / a.inner, part = at % a.inner;
+            const T* x = static_cast<const T*>(a.x) + row * a.x_stride + part * a.x_inner_stride;
+            const T* like = static_cast<const T*>(a.like) + row * a.like_stride;
+            T* y = static_cast<T*>(a.y) + row * a.y_stride + part * a.y_inner_stride;
+            const float square = sum_of<true>(x, a.dim, 0.0f) / float(a.dim), least = float(a.least);
+            const float wanted = sum_of<true>(like, a.dim, 0.0f) / float(a.dim);
+            const F32 factor = broadcast(sqrtf(wanted) / sqrtf(square < least ? least : square));
+            each_vector(0, a.dim, [&](int64_t i, auto n) KVIK_INLINED { store(y + i, mul(load(x + i, n), factor), n); });
+        }
+    });
+}
+
+void rescaled(const rescaled_args& a, Team& team) {
+    a.dtype == kBF16 ? rescaled_of<bf16>(a, team) : rescaled_of<float>(a, team);
+}
+
+template <class T>
+void activate_top_of(const activate_top_args& a, Team& team) {
+    each_range(team, a.rows, rows_worth_a_thread(a.columns), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+            const T* gate = static_cast<const T*>(a.x) + row * a.x_stride;
+            const T* up = gate + a.columns;
+            T* y = static_cast<T*>(a.y) + row * a.y_stride;
+            const float mean = sum_of<false>(gate, a.columns, 0.0f) / float(a.columns);
+            const float square = sum_of<true>(gate, a.columns, mean) / float(a.columns);
+            const F32 cut = broadcast(mean + float(a.deviations) * sqrtf(square));
+            each_vector(0, a.columns, [&](int64_t i, auto n) KVIK_INLINED {
+                const F32 value = activated(a.activation, max(zero(), sub(load(gate + i, n), cut)));
+                store(y + i, mul(value, factor_of(a.activation, load(up + i, n))), n);
+            });
+        }
+    });
+}
+
+void activate_top(const activate_top_args& a, Team& team) {
+    a.dtype == kBF16 ? activate_top_of<bf16>(a, team) : activate_top_of<float>(a, team);
 }
 
 }  // namespace

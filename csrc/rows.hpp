@@ -53,6 +53,27 @@ void clipped(const clipped_args& a, Team& team) {
     each_number(a, team, [&](F32 x) KVIK_INLINED { return max(least, min(limit, x)); });  // keeps a NaN
 }
 
+template <class T>
+void weighted_sums_of(const weighted_sums_args& a, Team& team) {
+    each_columns(team, a.rows, a.dim, kAddedPerThread / 4, [&](int64_t row, int64_t begin, int64_t end) {
+        const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+        const T* residual = static_cast<const T*>(a.residual) + row * a.residual_stride;
+        const float* weights = static_cast<const float*>(a.weights) + row * a.weights_stride;
+        T* out = static_cast<T*>(a.out) + row * a.out_stride;
+        for (int64_t s = 0; s < a.sums; s++, weights += a.parts, residual += a.dim, out += a.dim)
+            each_vector(begin, end, [&](int64_t i, auto n) KVIK_INLINED {
+                F32 total = load(residual + i, n);
+                for (int64_t p = 0; p < a.parts; p++)
+                    total = fma(broadcast(weights[p]), load(x + p * a.dim + i, n), total);
+                store(out + i, total, n);
+            });
+    });
+}
+
+void weighted_sums(const weighted_sums_args& a, Team& team) {
+    a.dtype == kBF16 ? weighted_sums_of<bf16>(a, team) : weighted_sums_of<float>(a, team);
+}
+
 void gather_rows(const gather_rows_args& a, Team& team) {
     const int64_t* ids = static_cast<const int64_t*>(a.ids);
     each_columns(team, a.rows, a.row_bytes, kCopiedPerThread, [&](int64_t row, int64_t begin, int64_t end) {

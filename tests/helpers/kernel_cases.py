@@ -149,7 +149,20 @@ def _norms() -> list[Case]:
         "per-head",
         lambda m: (m.normal(5, 9, 33)[:, 2:6], m.normal(4, 33), m.normal(4, 33), 1e-5),
     )
-    return [*cases, zeros, large, wide, heads, each, layer_heads]
+    rescaled = [
+        Case(
+            "rescaled",
+            f"{rows}x{parts}x{dim}@{scale:g}",
+            partial(_rescaled, rows, parts, dim, scale),
+        )
+        for rows, parts, dim, scale in ((1, 3, 256, 1.0), (7, 1, 33, 50.0), (3, 2, 64, 1e-4))
+    ]
+    return [*cases, zeros, large, wide, heads, each, layer_heads, *rescaled]
+
+
+def _rescaled(rows: int, parts: int, dim: int, scale: float, m: Maker) -> Arguments:
+    x = m.normal(rows, parts + 1, dim, scale=scale)
+    return x[:, :parts], m.normal(rows, dim, scale=3.0), 1e-5
 
 
 def _rms_norm(rows: int, dim: int, m: Maker) -> Arguments:
@@ -206,6 +219,13 @@ def _activations() -> list[Case]:
     def capped(rows: int, dim: int, scale: float, m: Maker) -> Arguments:
         return m.normal(rows, dim, scale=scale).float(), 3.0
 
+    def top(rows: int, dim: int, scale: float, deviations: float, m: Maker) -> Arguments:
+        return m.normal(rows, 2 * dim, scale=scale), "gelu_tanh_and_mul", deviations
+
+    def weighed(sums: int, parts: int, rows: int, dim: int, m: Maker) -> Arguments:
+        weights = m.normal(rows, sums, parts, dtype=torch.float32)
+        return m.normal(rows, parts * dim), weights, m.normal(rows, sums * dim)
+
     every: tuple[Activation, ...] = get_args(Activation)
     cases = []
     for rows, dim, scale in ((1, 704, 1.0), (7, 33, 1.0), (3, 1, 1.0), (4, 65, 50.0)):
@@ -214,6 +234,12 @@ def _activations() -> list[Case]:
         cases.append(Case("clipped", name, partial(times, rows, dim, scale)))
         cases.append(Case("joined", name, partial(pair, rows, dim, scale)))
         cases.append(Case("xielu", name, partial(split, rows, dim, scale)))
+        for deviations in (-0.3, 1.6):
+            case = partial(top, rows, dim, min(scale, 1.0), deviations)
+            cases.append(Case("activate_top", f"{deviations}-{name}", case))
+        for sums, parts in ((4, 4), (3, 1), (1, 2)):
+            case = partial(weighed, sums, parts, rows, dim)
+            cases.append(Case("weighted_sums", f"{sums}x{parts}-{name}", case, product=True))
         cases.append(Case("softcap", name, partial(capped, rows, dim, scale), written=(0,)))
         for kind in every:
             size = min(scale, 1.0) if kind in ("gelu_tanh_and_mul", "gelu_and_mul") else scale

@@ -115,11 +115,12 @@ FEW_REGISTERS = {
     f"{name}_kernel": most
     for most, names in (
         (40, "activate xielu scaled softcap rotations keep_queries mask"),
-        (48, "gated"),
+        (48, "gated weighted_sums"),
         (64, "pair_inputs combine sort finish word_rows byte_rows gather"),
         (80, "penalize"),
         (96, "largest_of_chunks rotary causal_conv"),
-        (128, "rms_norm layer_norm store blocks coarse bounds settle sums pick shares"),
+        (128, "rms_norm layer_norm rescaled activate_top"),
+        (128, "store blocks coarse bounds settle sums pick shares"),
         (136, "list"),
         (168, "recurrence"),
     )
@@ -523,7 +524,11 @@ def _norms(rows: int, dim: int) -> tuple[Entries, ...]:
     return rms, _entries(what, norm.layer_norm, x, weight, weight, 1e-5)
 
 
-NORM = (*_norms(1, 4096), *_norms(1, 16384), *_norms(8, 128))
+NORM = (
+    *(*_norms(1, 4096), *_norms(1, 16384), *_norms(8, 128)),
+    _entries("hidden 2048, bf16", norm.rescaled, _bf16(9, 3, 2048), _bf16(9, 2048), 1e-5),
+    _entries("16384, bf16", norm.activate_top, _bf16(9, 32768), "gelu_tanh_and_mul", 1.6),
+)
 
 
 def _heads() -> tuple[Tensor, Tensor, Tensor]:
@@ -601,6 +606,7 @@ SMALL = (
     _entries("bf16", activation.scaled, _X, 2.0),
     _entries("fp32", activation.softcap, _fp32(9, 4096), 30.0),
     _entries("silu_and_mul, bf16", finish, _WIDE, None, "silu_and_mul", _X, _BF16),
+    _entries("4 x 4, bf16", rows.weighted_sums, _bf16(9, 8192), _fp32(9, 4, 4), _bf16(9, 8192)),
     _entries("rows of 4096 bf16", rows.gather_rows, _bf16(64, 4096), _i64(9)),
     _entries("pages of bf16", rows.copy_blocks, _K, _i64(2), _i64(2)),
     _entries("heads of bf16", rows.store_kv, *_heads()[1:], _K, _V, _i64(9)),

@@ -209,6 +209,8 @@ class Ops:
         heads, dim], eps) -> [..., dim]
     layer_norm(x [..., dim], weight, bias, eps) -> [..., dim]; weight and bias are [dim], or [heads,
         dim] of x [tokens, heads, dim]
+    rescaled(x [tokens, parts, dim], like [tokens, dim], least_square) -> [tokens, parts, dim]: x *
+        rms(like) / sqrt(max(mean of x^2, least_square)), each part over its dim
     rotations(high [multiples, head_dim], low [n, head_dim], positions [tokens] int64, last) ->
         [tokens, head_dim] fp32, cosines and then sines of sums of angles: the product, as complex
         numbers, of row p // n of high and row p % n of low. Positions beyond `last` count as `last`
@@ -216,12 +218,16 @@ class Ops:
         fp32: cosines, then sines) -> (q, k), rotated in halves (not interleaved); may overwrite
         and return its arguments, so the caller must use only the results
     activate(x [tokens, dim], activation) -> [tokens, dim], or [tokens, dim / 2] if it is paired
+    activate_top(x [tokens, dim], activation, deviations) -> [tokens, dim / 2], a paired activation
+        of x, whose gate first becomes max(0, gate - mean - deviations * std) of its token
     xielu(x [tokens, dim], positive, negative) -> [tokens, dim]: x / 2, plus positive * x^2 above 0,
         else plus negative * (e^x - 1 - x)
     scaled(x [tokens, dim], factor) -> x * factor
     clipped(x [tokens, dim], limit) -> [tokens, dim]: -limit for what is below it, limit for what is
         above it
     joined(x [tokens, dim], y [tokens, other]) -> [tokens, dim + other], the columns of x, then of y
+    weighted_sums(x [tokens, parts * dim], weights [tokens, sums, parts] fp32, residual [tokens,
+        sums * dim]) -> [tokens, sums * dim], residual + for each sum the parts of x times weights
     softcap(x [rows, dim] fp32, cap) -> None; in place: cap * tanh(x / cap)
     gated(x [tokens, dim], gate [tokens, gates] of the dtype of x or fp32, by) -> x * by(gate), or x
         * gate if `by` is "none"; each gate is for dim / gates columns
@@ -268,13 +274,16 @@ class Ops:
     probabilities: Callable[[Tensor, Tensor, Truncation], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    rescaled: Callable[[Tensor, Tensor, float], Tensor]
     rotations: Callable[[Tensor, Tensor, Tensor, int], Tensor]
     rotary: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     activate: Callable[[Tensor, Activation], Tensor]
+    activate_top: Callable[[Tensor, Activation, float], Tensor]
     xielu: Callable[[Tensor, float, float], Tensor]
     scaled: Callable[[Tensor, float], Tensor]
     clipped: Callable[[Tensor, float], Tensor]
     joined: Callable[[Tensor, Tensor], Tensor]
+    weighted_sums: Callable[[Tensor, Tensor, Tensor], Tensor]
     softcap: Callable[[Tensor, float], None]
     gated: Callable[[Tensor, Tensor, Gate], Tensor]
     causal_conv: Callable[[Tensor, Tensor, Tensor | None, Tensor, Sequences, bool], Tensor]

@@ -176,6 +176,7 @@ _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu_squared": relu_squared,
     "clamped_swiglu": clamped_gate,
+    "tanh": torch.tanh,
 }
 
 

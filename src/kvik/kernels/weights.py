@@ -24,6 +24,7 @@ Activation = Literal[
     "relu",
     "relu_squared",
     "clamped_swiglu",
+    "tanh",
 ]
 PAIRED: frozenset[Activation | None] = frozenset(
     {"silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul", "clamped_swiglu"}
@@ -41,6 +42,7 @@ ACTIVATIONS: Mapping[Activation | None, int] = {
     "relu": 6,
     "relu_squared": 8,
     "clamped_swiglu": 9,
+    "tanh": 10,
 }
 
 SYMMETRIC_ZERO = 8  # for four bits without zero points

@@ -166,6 +166,7 @@ ACTIVATED = (
     activation("gelu_and_mul", expected_gelu),
     activation("relu", lambda x: x.double().relu()),
     activation("relu_squared", lambda x: x.double().relu().square()),
+    activation("tanh", lambda x: x.double().tanh()),
     activation("clamped_swiglu", expected_clamped_gate, lambda up: up.clamp(-7, 7) + 1),
 )
 
@@ -179,11 +180,61 @@ def expected_xielu(x: Tensor) -> Tensor:
 xielu = Operation("xielu", lambda x: {"positive": 0.7, "negative": 1.4}, expected_xielu)
 scaled = Operation("scaled", lambda x: {"factor": 0.3}, lambda x: x.double() * 0.3)
 clipped = Operation("clipped", lambda x: {"limit": 0.7}, lambda x: x.double().clamp(-0.7, 0.7))
+
+
+def expected_rescaled(x: Tensor) -> Tensor:
+    wide, wanted = x.double(), (3 * x.flip(-1)).to(x.dtype).double()
+    square = wide.square().mean(-1, keepdim=True).clamp(min=0.5)
+    return wide * (wanted.square().mean(-1, keepdim=True) / square).sqrt()
+
+
+def expected_activate_top(x: Tensor) -> Tensor:
+    centred = x.double() - x.double().mean(-1, keepdim=True)
+    std = centred.square().mean(-1, keepdim=True).sqrt()
+    return expected_gelu_tanh((centred - 0.3 * std).relu()) * x.flip(-1).double()
+
+
+def weights(x: Tensor) -> Tensor:
+    """Return two numbers for each row, which depend on its content."""
+    return torch.stack((x[:, 0].float() + 0.5, x[:, -1].float() - 0.5), 1).contiguous()
+
+
+def expected_sums(x: Tensor) -> Tensor:
+    first, second = weights(x).double().unbind(1)
+    wide = x.double()
+    return x.flip(-1).double() + first[:, None] * wide + second[:, None] * wide.flip(-1)
+
+
+def like(x: Tensor) -> dict[str, Value]:
+    other, stride = strided((3 * x.flip(-1)).to(x.dtype), 8)
+    one_row = {"x_inner_stride": 0, "y_inner_stride": 0, "inner": 1}
+    return {**one_row, "like": other, "like_stride": stride, "least": 0.5}
+
+
+rescaled = Operation("rescaled", like, expected_rescaled)
+activate_top = Operation(
+    "activate_top",
+    lambda x: {"activation": ACTIVATIONS["gelu_tanh_and_mul"], "deviations": 0.3},
+    expected_activate_top,
+    source=lambda x: torch.cat((x, x.flip(-1)), -1),
+    dim="columns",
+)
+weighted_sums = Operation(
+    "weighted_sums",
+    lambda x: {
+        **{"weights": weights(x), "weights_stride": 2, "parts": 2, "sums": 1},
+        **dict(zip(("residual", "residual_stride"), strided(x.flip(-1), 8), strict=True)),
+    },
+    expected_sums,
+    source=lambda x: torch.cat((x, x.flip(-1)), -1),
+    result="out",
+)
 add = Operation("add", added, lambda x: x.double() + x.flip(-1).double(), result="out")
 each_operation = pytest.mark.parametrize(
     "operation",
     [
         *(rms_norm, wide_rms_norm, layer_norm, *ACTIVATED, xielu, scaled, clipped, add),
+        *(rescaled, activate_top, weighted_sums),
     ],
     ids=lambda o: o.name or o.kernel,
 )
@@ -243,7 +294,7 @@ def test_nan_and_infinity_stay_in_their_row(
         assert torch.equal(found[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
         # GELU of minus infinity is 0.
         limited = operation in (gelu_tanh, gelu) or operation.name.startswith("relu")
-        cuts = operation is clipped or operation.name == "clamped_swiglu"
+        cuts = operation is clipped or operation.name in ("clamped_swiglu", "tanh")
         assert not found[2].isfinite().all() or (limited and bad < 0) or (cuts and math.isinf(bad))
 
 

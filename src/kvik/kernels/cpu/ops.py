@@ -48,13 +48,16 @@ def native_ops(native: Native) -> Ops:
         probabilities=operations.probabilities,
         rms_norm=operations.rms_norm,
         layer_norm=operations.layer_norm,
+        rescaled=operations.rescaled,
         rotations=operations.rotations,
         rotary=operations.rotary,
         activate=operations.activate,
+        activate_top=operations.activate_top,
         xielu=operations.xielu,
         scaled=operations.scaled,
         clipped=operations.clipped,
         joined=operations.joined,
+        weighted_sums=operations.weighted_sums,
         softcap=operations.softcap,
         gated=operations.gated,
         causal_conv=operations.causal_conv,
@@ -162,6 +165,21 @@ class _Operations:
         scale(self.native, y, 1.0, out[:, width:])
         return out
 
+    def weighted_sums(self, x: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
+        _, sums, parts = weights.shape
+        out = self.native.empty(*residual.shape, dtype=x.dtype)
+        self.native.launch(
+            "weighted_sums",
+            x=x,
+            weights=weights,
+            residual=residual,
+            out=out,
+            parts=parts,
+            sums=sums,
+            dim=x.shape[1] // parts,
+        )
+        return out
+
     def softcap(self, x: Tensor, cap: float) -> None:
         self.native.launch("softcap", x=x, dim=x.shape[1], cap=cap)
 
@@ -176,6 +194,21 @@ class _Operations:
             dim=x.shape[1],
             by=GATES.index(by),
             wide=gate.dtype == torch.float32,
+        )
+        return y
+
+    def rescaled(self, x: Tensor, like: Tensor, least_square: float) -> Tensor:
+        y = self.native.empty(*x.shape, dtype=x.dtype)
+        self.native.launch(
+            "rescaled",
+            x=x,
+            x_inner_stride=x.stride(1),
+            like=like,
+            y=y,
+            y_inner_stride=y.stride(1),
+            inner=x.shape[1],
+            dim=x.shape[2],
+            least=least_square,
         )
         return y
 
@@ -207,6 +240,18 @@ class _Operations:
         y = self.native.empty(x.shape[0], columns, dtype=x.dtype)
         number = ACTIVATIONS[activation]
         self.native.launch("activate", x=x, y=y, columns=columns, activation=number)
+        return y
+
+    def activate_top(self, x: Tensor, activation: Activation, deviations: float) -> Tensor:
+        y = self.native.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype)
+        self.native.launch(
+            "activate_top",
+            x=x,
+            y=y,
+            columns=y.shape[1],
+            activation=ACTIVATIONS[activation],
+            deviations=deviations,
+        )
         return y
 
     def xielu(self, x: Tensor, positive: float, negative: float) -> Tensor:

@@ -52,6 +52,18 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return (centred * scale * weight.float() + bias.float()).to(x.dtype)
 
 
+def rescaled(x: Tensor, like: Tensor, least_square: float) -> Tensor:
+    """x * rms(like) / sqrt(max(mean of x^2, least_square)) over the last dimension.
+
+    Args:
+        x: [tokens, parts, dim]. like: [tokens, dim].
+    """
+    wide = x.float()
+    square = wide.square().mean(-1, keepdim=True).clamp(min=least_square)
+    size = like.float().square().mean(-1)[:, None, None].sqrt()
+    return (wide * (size / square.sqrt())).to(x.dtype)
+
+
 # Rotary position embedding, applied to queries and keys.
 
 
@@ -149,6 +161,15 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     return (act(gate) * factor_of(activation, up)).to(x.dtype)
 
 
+def activate_top(x: Tensor, activation: Activation, deviations: float) -> Tensor:
+    """See `Ops`: the largest gates of a token, if they are distributed normally."""
+    gate, up = x.float().chunk(2, dim=-1)
+    centred = gate - gate.mean(-1, keepdim=True)
+    std = centred.square().mean(-1, keepdim=True).sqrt()
+    top = torch.relu(centred - deviations * std)
+    return activate(torch.cat((top, up), -1), activation).to(x.dtype)
+
+
 def relu_squared(x: Tensor) -> Tensor:
     return x.relu().square()
 
@@ -188,6 +209,7 @@ _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "relu_squared": relu_squared,
     "clamped_swiglu": clamped_gate,
+    "tanh": torch.tanh,
 }
 
 
@@ -211,6 +233,15 @@ def clipped(x: Tensor, limit: float) -> Tensor:
 def joined(x: Tensor, y: Tensor) -> Tensor:
     """The columns of x, then of y."""
     return torch.cat((x, y), 1)
+
+
+def weighted_sums(x: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
+    """See `Ops`; the parts of x are added in their order."""
+    _, sums, parts = weights.shape
+    total = residual.float().unflatten(1, (sums, -1))
+    for number, part in enumerate(x.float().chunk(parts, 1)):
+        total = total + weights[:, :, number, None] * part[:, None]
+    return total.flatten(1).to(x.dtype)
 
 
 def softcap(x: Tensor, cap: float) -> None:
@@ -343,13 +374,16 @@ REFERENCE = Ops(
     probabilities=probabilities,
     rms_norm=rms_norm,
     layer_norm=layer_norm,
+    rescaled=rescaled,
     rotations=rotations,
     rotary=rotary,
     activate=activate,
+    activate_top=activate_top,
     xielu=xielu,
     scaled=scaled,
     clipped=clipped,
     joined=joined,
+    weighted_sums=weighted_sums,
     softcap=softcap,
     gated=gated,
     causal_conv=causal_conv,

@@ -22,7 +22,7 @@ from kvik.kernels.weights import (
     Activation,
 )
 
-CLAMPED = tl.constexpr(ACTIVATIONS["clamped_swiglu"])
+CLAMPED, TANH = tl.constexpr(ACTIVATIONS["clamped_swiglu"]), tl.constexpr(ACTIVATIONS["tanh"])
 LIMIT, SLOPE = tl.constexpr(SWIGLU_LIMIT), tl.constexpr(SWIGLU_SLOPE)
 SLOPE_AT_0 = tl.constexpr(XIELU_SLOPE)
 MOST = 1024  # elements of a program: 16 bytes of bf16 at a time for each of 128 threads
@@ -71,6 +71,8 @@ def activated(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == CLAMPED:
         x = tl.where(x > LIMIT, LIMIT, x)
         x = x * sigmoid(x * SLOPE)
+    elif ACTIVATION == TANH:
+        x = capped(x, 1.0)
     return x
 
 

@@ -1,4 +1,5 @@
-"""Normalisation. Everything is computed in fp32 and rounded once, at the end.
+"""Normalisation, and what else needs sums over rows. Everything is computed in fp32 and rounded
+once, at the end.
 
 Floor: memory; each number is read and written once. A whole row is in registers; a program
 processes several short rows, such as the heads that Qwen3 normalises.
@@ -18,7 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvik.kernels.triton.activation import activated, factor_of
 from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
+from kvik.kernels.weights import ACTIVATIONS, Activation
 
 TILE = 1024  # numbers per program, if rows are shorter
 LONGEST = 65536  # numbers of a row, which must fit into the registers of a program
@@ -80,6 +83,39 @@ def layer_norm_kernel(
     tl.store(out + own, y.to(out.dtype.element_ty), mask=mask)
 
 
+# Otherwise steps of 1 token, or of a multiple of 16, would be compiled separately.
+@triton.jit(do_not_specialize=["rows"])
+def rescaled_kernel(
+    x, like, out, rows, inner, outer_stride, inner_stride, like_stride, dim, least_square,
+    ROWS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """grid [groups of rows]; x [rows / inner, inner, dim], like [rows / inner, dim], out [rows,
+    dim]"""
+    there, own, at, mask = _rows_of(rows, inner, outer_stride, inner_stride, dim, ROWS, DIM)
+    first = ((tl.program_id(0) * ROWS + tl.arange(0, ROWS)) // inner).to(tl.int64) * like_stride
+    wide = tl.load(x + there, mask=mask, other=0.0).to(tl.float32)
+    model = tl.load(like + first[:, None] + at[None, :], mask=mask, other=0.0).to(tl.float32)
+    square = tl.maximum(tl.sum(wide * wide, 1) / dim, least_square)
+    factor = tl.sqrt(tl.sum(model * model, 1) / dim) / tl.sqrt(square)
+    tl.store(out + own, (wide * factor[:, None]).to(out.dtype.element_ty), mask=mask)
+
+
+# Otherwise steps of 1 token, or of a multiple of 16, would be compiled separately.
+@triton.jit(do_not_specialize=["rows"])
+def activate_top_kernel(
+    x, out, rows, stride, dim, deviations,
+    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """grid [groups of rows]; x [rows, 2 dim], out [rows, dim]"""
+    there, own, _, mask = _rows_of(rows, 1, stride, 0, dim, ROWS, DIM)
+    gate = tl.load(x + there, mask=mask, other=0.0).to(tl.float32)
+    centred = tl.where(mask, gate - (tl.sum(gate, 1) / dim)[:, None], 0.0)
+    std = tl.sqrt(tl.sum(centred * centred, 1) / dim)
+    top = activated(tl.maximum(centred - deviations * std[:, None], 0.0), ACTIVATION)
+    up = tl.load(x + there + dim, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + own, (top * factor_of(up, ACTIVATION)).to(out.dtype.element_ty), mask=mask)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `Ops`."""
     return _normalise(rms_norm_kernel, x, eps, weight)
@@ -88,6 +124,33 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """See `Ops`."""
     return _normalise(layer_norm_kernel, x, eps, weight, bias)
+
+
+def rescaled(x: Tensor, like: Tensor, least_square: float) -> Tensor:
+    """See `Ops`."""
+    x, inner, outer_stride, inner_stride = _as_rows(x)
+    out = torch.empty(*x.shape, dtype=x.dtype, device=x.device)
+    dim, rows = x.shape[-1], x.numel() // x.shape[-1]
+    block, at_once, warps = shape_of(dim)
+    launch(
+        rescaled_kernel, (ceil_div(rows, at_once),), (x, like, out),
+        (rows, inner, outer_stride, inner_stride, like.stride(0), dim, least_square),
+        (at_once, block), num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def activate_top(x: Tensor, activation: Activation, deviations: float) -> Tensor:
+    """See `Ops`."""
+    rows, dim = len(x), x.shape[1] // 2
+    out = torch.empty(rows, dim, dtype=x.dtype, device=x.device)
+    block, at_once, warps = shape_of(dim)
+    launch(
+        activate_top_kernel, (ceil_div(rows, at_once),), (x, out),
+        (rows, x.stride(0), dim, deviations), (ACTIVATIONS[activation], at_once, block),
+        num_warps=warps,
+    )  # fmt: skip
+    return out
 
 
 def _normalise(kernel: Any, x: Tensor, eps: float, weight: Tensor, *bias: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Kernels that move rows, and that find the largest number of each row.
+"""Kernels that move or add rows, and that find the largest number of each row.
 
 Floor: memory. Rows are read and written once, as the largest integers that they consist of,
 whatever their dtype. Many programs search a row of logits for the largest number: one SM reads
@@ -50,6 +50,27 @@ def scatter_kernel(rows, ids, out, dim, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def weighted_sums_kernel(
+    x, weights, residual, out, dim, x_stride, weights_stride, residual_stride,
+    SUMS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """grid [rows, blocks]; x [rows, PARTS dim], weights [rows, SUMS PARTS], residual and out [rows,
+    SUMS dim]"""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < dim
+    for s in range(SUMS):
+        first = residual + row * residual_stride + s * dim
+        total = tl.load(first + at, mask=inside, other=0.0).to(tl.float32)
+        for p in range(PARTS):
+            weight = tl.load(weights + row * weights_stride + s * PARTS + p)
+            part = tl.load(x + row * x_stride + p * dim + at, mask=inside, other=0.0)
+            total += weight * part.to(tl.float32)
+        to = out + (row * SUMS + s) * dim
+        tl.store(to + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _largest(values, ids):
     """Return the largest number and the lowest id that has it; NaN if there is one."""
     nan = tl.max((values != values).to(tl.int32), 0)
@@ -93,6 +114,18 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
     block, blocks = in_blocks(dim, PIECE)
     tensors, numbers = (source, ids.contiguous(), to), (dim, source.stride(0))
     launch(gather_kernel, (len(ids), blocks), tensors, numbers, (block,))
+    return out
+
+
+def weighted_sums(x: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
+    """See `Ops`."""
+    rows, sums, parts = weights.shape
+    dim = x.shape[1] // parts
+    out = torch.empty(rows, sums * dim, dtype=x.dtype, device=x.device)
+    block, blocks = in_blocks(dim, PIECE)
+    tensors, strides = (x, weights, residual, out), (x.stride(0), weights.stride(0))
+    numbers = dim, *strides, residual.stride(0)
+    launch(weighted_sums_kernel, (rows, blocks), tensors, numbers, (sums, parts, block))
     return out
 
 
