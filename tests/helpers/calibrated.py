@@ -47,6 +47,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Glm4": {"head_dim": 8},
     "Cohere2": {},
     "Gemma3": {"head_dim": 8},
+    "Gemma3n": {  # only the first layer has sparse gates; the last reads the cache of the second
+        "head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "sliding_window": 5,
+        "num_kv_shared_layers": 1,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 80,
+        "laurel_rank": 16,
+        "activation_sparsity_pattern": [0.8, 0.0, 0.0],
+    },
     "Gemma4": {  # of every kind: the last layer reads the cache of the one before it
         "head_dim": 8,
         "global_head_dim": 16,
@@ -213,6 +223,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 # Last components of the names of layers that stay floats, by family.
 LEFT: dict[str, set[str]] = {
     "Qwen3Moe": {"gate"},  # the router
+    "Gemma3n": {"modality_router", "prediction_coefs", "correction_coefs"},
     "Gemma4": {"proj"},  # router.proj
     "DeepseekV2": {"gate", "kv_b_proj"},
     "DeepseekV3": {"gate", "kv_b_proj"},

@@ -85,6 +85,11 @@ PUBLIC: dict[str, dict[str, Any]] = {
         vocab=262144, hidden=1152, inner=6912, layers=26, heads=4, kv_heads=1, head_dim=256,
         positions=32768, sliding_window=512,
     ),
+    "Gemma-3n-E2B": config(
+        "Gemma3nForCausalLM",
+        vocab=262400, hidden=2048, inner=8192, layers=30, heads=8, kv_heads=2, head_dim=256,
+        positions=32768, hidden_act=None, num_kv_shared_layers=10, tie_word_embeddings=True,
+    ),
     "LFM2-1.2B": config(
         "Lfm2ForCausalLM",
         vocab=65536, hidden=2048, inner=12288, layers=16, heads=32, kv_heads=8, positions=128000,

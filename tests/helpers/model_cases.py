@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from helpers.tiny_models import DELTA, INDEXED, KIMI, LATENT, LLAMA4
+from helpers.tiny_models import DELTA, GEMMA3N, INDEXED, KIMI, LATENT, LLAMA4
 
 
 def rope(**parameters: Any) -> dict[str, Any]:
@@ -405,6 +405,18 @@ CASES = {
         layer_types=["sliding_attention"] * 3 + ["full_attention"],
     ),
     "gemma3-bias": case("Gemma3", head_dim=8, attention_bias=True),
+    "gemma3n": case("Gemma3n", GEMMA3N),
+    "gemma3n-widths": case(
+        "Gemma3n",
+        GEMMA3N,
+        altup_num_inputs=3,
+        altup_active_idx=1,
+        altup_correct_scale=False,
+        num_kv_shared_layers=0,
+        intermediate_size=[56, 24, 56, 40, 56, 56],
+        activation_sparsity_pattern=[0.0, 0.5, 0.0, 0.95, 0.7, 0.0],
+        attention_bias=True,
+    ),
     # E2B: layers share keys and have per-layer token inputs
     "gemma4-token-inputs": case(
         "Gemma4",

@@ -59,7 +59,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 # Families whose text models have their own configuration class.
-TEXT_CONFIGS = ("Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe", "Llama4")
+TEXT_CONFIGS = ("Gemma3", "Gemma3n", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe", "Llama4")
 
 LLAMA4: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -70,6 +70,18 @@ LLAMA4: dict[str, Any] = {
     "attention_chunk_size": 9,
     "floor_scale": 8,
     "attn_scale": 0.7,
+}
+GEMMA3N: dict[str, Any] = {
+    "head_dim": 16,
+    "sliding_window": 9,
+    "num_hidden_layers": 6,
+    "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+    "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 80,  # the last tokens have the first one's vectors
+    "laurel_rank": 8,
+    "activation_sparsity_pattern": [0.9, 0.8, 0.9, 0.0, 0.0, 0.0],
+    "final_logit_softcapping": 3.0,
 }
 LATENT: dict[str, Any] = {  # of DeepSeek
     "q_lora_rank": 24,
@@ -201,6 +213,7 @@ IMAGE_PREFIXES = ("model.language_model", "language_model.model")
 # Families of text models -> family of the checkpoints with images that contain them.
 WITH_IMAGES = {
     "Gemma3": "Gemma3ForConditionalGeneration",
+    "Gemma3n": "Gemma3nForConditionalGeneration",
     "Ministral3": "Mistral3ForConditionalGeneration",
     "Llama4": "Llama4ForConditionalGeneration",
     "Qwen3_5": "Qwen3_5ForConditionalGeneration",
@@ -209,16 +222,21 @@ WITH_IMAGES = {
 
 def save_tiny_with_images(folder: Path, prefix: str, family: str = "Gemma3") -> Any:
     """Save a tiny model as the text model of one that reads images, and return the text model."""
-    delta = family == "Qwen3_5"
-    options = {"sliding_window": 9} if family != "Llama4" else LLAMA4
-    options = DELTA | {"num_hidden_layers": 4} if delta else options
+    options = {
+        "Llama4": LLAMA4,
+        "Gemma3n": GEMMA3N,
+        "Qwen3_5": DELTA | {"num_hidden_layers": 4},
+    }.get(family, {"sliding_window": 9})
     reference = save_tiny(folder, family, **{"head_dim": 16, "hidden_size": 64, **options})
     stored = load_file(folder / "model.safetensors")
     named = {name.replace("model", prefix, 1): tensor for name, tensor in stored.items()}
     if prefix.startswith("language_model") and "lm_head.weight" in named:
         named["language_model.lm_head.weight"] = named.pop("lm_head.weight")
-    others = ("model.visual", "mtp") if delta else ("vision_tower", "model.vision_tower")
-    others = ("vision_model", "multi_modal_projector") if family == "Llama4" else others
+    others = {
+        "Llama4": ("vision_model", "multi_modal_projector"),
+        "Gemma3n": ("model.vision_tower", "model.embed_vision", "model.audio_tower"),
+        "Qwen3_5": ("model.visual", "mtp"),
+    }.get(family, ("vision_tower", "model.vision_tower"))
     for scope in others:
         named[f"{scope}.x.weight"] = torch.ones(3)
     save_file(named, folder / "model.safetensors", metadata={"format": "pt"})

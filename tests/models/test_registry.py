@@ -117,6 +117,7 @@ def test_masks_in_old_gpt2_checkpoints_are_ignored(tmp_path: Path) -> None:
     [
         *((family, prefix) for family in ("Gemma3", "Ministral3") for prefix in IMAGE_PREFIXES),
         ("Qwen3_5", "model.language_model"),
+        ("Gemma3n", "model.language_model"),
         ("Llama4", "language_model.model"),
     ],
 )

@@ -94,7 +94,10 @@ def test_in_eight_bits_the_model_is_the_same(tmp_path: Path, family: str, method
     ("family", "options"),
     [
         ("Gemma4", FAMILIES["Gemma4"]),
-        *(pytest.param(f, FAMILIES[f], marks=pytest.mark.full) for f in ("Qwen3Moe", "DeepseekV3")),
+        *(
+            pytest.param(f, FAMILIES[f], marks=pytest.mark.full)
+            for f in ("Gemma3n", "Qwen3Moe", "DeepseekV3")
+        ),
         ("OPT", FAMILIES["OPT"] | {"word_embed_proj_dim": 16}),  # matrices around the blocks
     ],
 )

@@ -50,6 +50,7 @@ from kvik.spec.visible_keys import Window
         ("OPT-350M", 331_196_416),
         ("Phi-3.5-MoE", 41_873_153_344),
         # The next ones as counted by transformers in models of these sizes.
+        ("Gemma-3n-E2B", 4_435_182_688),
         ("Apertus-8B", 8_053_338_176),
         ("OLMo-7B", 6_888_095_744),
         ("OLMo-Hybrid-7B", 7_430_870_688),
@@ -386,6 +387,8 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
     "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": small()["intermediate_size"]},
     "Gemma3TextModel": {"use_bidirectional_attention": True},
     "KimiLinearForCausalLM": {"num_experts_per_token": 2},
+    "Gemma3nForCausalLM": {"num_kv_shared_layers": 1},
+    "Gemma3nForConditionalGeneration": {"num_kv_shared_layers": 1},
 }
 
 

@@ -131,6 +131,24 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
     (of("GraniteMoeHybrid", **MAMBA, mamba_d_head=3), "mamba_d_head"),
     (of("GraniteMoeHybrid", **MAMBA, mamba_proj_bias=True), "mamba_proj_bias"),
     (of("GraniteMoeHybrid", **MAMBA, time_step_limit=[0.0, 0.1]), "time_step_limit"),
+    (of("Gemma3n"), "num_kv_shared_layers"),  # 15 by default
+    *(
+        (of("Gemma3n", **{"num_kv_shared_layers": 1, "hidden_act": None, field: value}), field)
+        for field, value in (
+            ("layer_types", ["sliding_attention"] * 3),
+            ("altup_num_inputs", 1),
+            ("altup_active_idx", 4),
+            ("altup_correct_scale", "yes"),
+            ("laurel_rank", 0),
+            ("hidden_size_per_layer_input", 0),
+            ("vocab_size_per_layer_input", 0),
+            ("activation_sparsity_pattern", [0.95]),
+            ("activation_sparsity_pattern", [1.0] * 4),
+            ("intermediate_size", [64] * 3),
+            ("intermediate_size", [64.5] * 4),
+            ("hidden_activation", "silu"),
+        )
+    ),
     (of("Bamba", mamba_n_heads=8), "attn_layer_indices"),
     (of("Bamba", mamba_n_heads=8, attn_layer_indices=[4]), "attn_layer_indices"),
     (of("Bamba", partial_rotary_factor=1.0), "partial_rotary_factor"),

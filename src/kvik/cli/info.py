@@ -72,7 +72,8 @@ def _as_text(folder: str, spec: ModelSpec, resolved: ResolvedConfig | None, refu
         (
             "layers",
             f"{spec.num_layers} of width {spec.hidden_size}"
-            + (f", inner {spec.intermediate_size}" if spec.intermediate_size else ""),
+            + (f", inner {spec.intermediate_size}" if spec.intermediate_size else "")
+            + (f", {spec.streams.count} residual streams" if spec.streams else ""),
         ),
         *(
             ("", f"{count} {_kind(spec, layer)}")
@@ -182,6 +183,8 @@ def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
         always = f", and one of {experts.shared:,} for all tokens" if experts.shared else ""
         mixer = "have only " if layer.feeds else f"{_kind(spec, replace(layer, experts=None))}; "
         return f"{mixer}{chosen}{always}"
+    if layer.sparsity:
+        return f"{_kind(spec, replace(layer, sparsity=0.0))}; use {1 - layer.sparsity:.0%} of gates"
     if layer.feeds:
         return "have only an MLP"
     state = layer.state

@@ -133,6 +133,9 @@ def eagle3_facts(folder: Path, model: ModelSpec) -> tuple[ModelSpec, tuple[int, 
         raise ModelError(
             "spec_model", f"its head is for hidden states of {sizes[0]}, the model has {sizes[1]}"
         )
+    if model.streams is not None:
+        message = "must be left out: the model has several residual streams"
+        raise ModelError("spec_model", message)
     if model.num_layers < MIN_TAPPED:
         raise ModelError(
             "spec_model", f"must be left out: the model has fewer than {MIN_TAPPED} layers"

@@ -712,14 +712,15 @@ class Footprint:
 
     def _tape(self, size: StepSize) -> int:
         """Return the permanent buffers of a tape and the scratch of its kernels. In a layer there
-        are three copies of the residual stream (before, normalised, after), Q, K and V (twice if
+        are copies of the residual stream (`_stream_width`), Q, K and V (twice if
         they are normalised, but then they replace others), the output of attention, and the inner
         activations, before and after xIELU. Kernels copy the inputs of a product."""
         spec, tokens = self.spec, size.max_num_batched_tokens
-        widths = 3 * spec.hidden_size + self._qkv + spec.query_width + spec.inner_width
+        widths = self._stream_width + self._qkv + spec.query_width + spec.inner_width
         widths += max(0, spec.state_width - self._qkv - spec.query_width)
         widths += spec.inner_width if spec.activation == XIELU else 0
-        if spec.gated_mlp and spec.activation == RELU2:  # gate, up and their product
+        sparse = any(layer.sparsity for layer in spec.layers)
+        if sparse or (spec.gated_mlp and spec.activation == RELU2):  # gate, up and their product
             widths += 2 * spec.inner_width
         normalised = self._qkv
         rotation = 4 * sum(rope.of_token * width for rope, width in spec.rotations)
@@ -738,8 +739,15 @@ class Footprint:
         return self._stream(size) + widest + self._masks(size)
 
     def _stream(self, size: StepSize) -> int:
-        """Return the residual stream, its normalised copy, and the next residual stream."""
-        return size.max_num_batched_tokens * self.spec.hidden_size * 3 * self._item
+        """Return the residual stream and its copies."""
+        return size.max_num_batched_tokens * self._stream_width * self._item
+
+    @property
+    def _stream_width(self) -> int:
+        """Numbers of a token in the residual stream before a layer, normalised, and after it; of
+        several streams also as predicted and corrected."""
+        several = 4 * self.spec.residual_width if self.spec.streams else 0
+        return 3 * self.spec.hidden_size + several
 
     def _widest(self, size: StepSize) -> int:
         spec, item, tokens = self.spec, self._item, size.max_num_batched_tokens

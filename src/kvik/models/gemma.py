@@ -10,6 +10,7 @@ layers with a window alternate with one without, and each kind has its own rotar
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -66,15 +67,22 @@ def gemma3_scales(fields: Fields) -> ModelScales:
 
 
 def gemma3_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Layers with a window have a small rotary base, the others a large one, maybe scaled.
-
-    `max_position_embeddings` is the length after scaling, also of the kind "linear".
-    """
+    """Layers with a window, and others by `sliding_window_pattern` or `layer_types`."""
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if fields.raw(key) is not None:
             raise fields.error(key, "must be null")
     every = fields.integer("sliding_window_pattern", 1, MAX_POSITIONS, 6)
     types, window = layer_types(fields, layers, every), read_window(fields)
+    ropes = gemma3_ropes(fields, types, positions)
+    return tuple(LayerSpec(window if kind == SLIDING else None, ropes[kind]) for kind in types)
+
+
+def gemma3_ropes(fields: Fields, types: Sequence[str], positions: int) -> dict[str, RopeSpec]:
+    """Return the rotary positions of each kind of layer: those with a window have a small base, the
+    others a large one, maybe scaled.
+
+    `max_position_embeddings` is the length after scaling, also of the kind "linear".
+    """
     if FULL in fields.inside("rope_parameters") or SLIDING in fields.inside("rope_parameters"):
         ropes = {kind: read_rope(fields, positions, layer_type=kind) for kind in set(types)}
     else:
@@ -84,13 +92,12 @@ def gemma3_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpe
             FULL: read_rope(slow, positions),
             SLIDING: RopeSpec(theta=fast, original_max_position=positions),
         }
-    ropes = {
+    return {
         kind: replace(rope, original_max_position=int(positions / rope.factor))
         if rope.kind == "linear"
         else rope
         for kind, rope in ropes.items()
     }
-    return tuple(LayerSpec(window if kind == SLIDING else None, ropes[kind]) for kind in types)
 
 
 def embedding_gemma_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:

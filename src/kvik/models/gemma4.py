@@ -96,36 +96,47 @@ class Gemma4FeedForward:
         return self.norm.add(fed, x)
 
 
+class OwnInput:
+    """Projects a layer's own input of each token, gated by the residual stream, and has the norm of
+    the result."""
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+        hidden, width = spec.hidden_size, spec.layers[layer].token_input
+        self.layer = layer
+        self.gate = builder.linear(
+            "per_layer_input_gate", hidden, width, bias=False, activation="gelu_tanh"
+        )
+        self.gated = builder.gated()
+        self.project = builder.linear("per_layer_projection", width, hidden, bias=False)
+        self.norm = builder.rms_norm("post_per_layer_input_norm", hidden, spec.norm_eps)
+
+    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """x [tokens, hidden] -> what `norm` reads, [tokens, hidden]."""
+        assert ctx.token_inputs is not None
+        gated = self.gated(self.gate(x, ctx), ctx.token_inputs[:, self.layer])
+        return self.project(gated, ctx)
+
+
 class Gemma4Layer:
     """Attention, the feed-forward part, and the layer's own input of each token; the result is
     multiplied by a learned scalar."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        hidden, token_input = spec.hidden_size, spec.layers[layer].token_input
-        norm = partial(builder.rms_norm, dim=hidden, eps=spec.norm_eps)
-        self.layer = layer
+        norm = partial(builder.rms_norm, dim=spec.hidden_size, eps=spec.norm_eps)
         self.attention_norm = norm("input_layernorm", before="qkv")
         self.attention = Gemma4Attention(spec, builder.at("self_attn"), layer)
         self.attended_norm = norm("post_attention_layernorm")
         self.feed = Gemma4FeedForward(spec, builder, layer)
-        self.has_token_input = token_input > 0
-        if token_input:
-            self.gate = builder.linear(
-                "per_layer_input_gate", hidden, token_input, bias=False, activation="gelu_tanh"
-            )
-            self.gated = builder.gated()
-            self.project = builder.linear("per_layer_projection", token_input, hidden, bias=False)
-            self.own_norm = norm("post_per_layer_input_norm")
+        has_input = spec.layers[layer].token_input > 0
+        self.own = OwnInput(spec, builder, layer) if has_input else None
         self.scale = builder.learned_scale("layer_scalar")
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
         """Take the residual stream x [tokens, hidden] one layer further."""
         x = self.attended_norm.add(self.attention(self.attention_norm(x), rotation, ctx), x)
         x = self.feed(x, ctx)
-        if self.has_token_input:
-            assert ctx.token_inputs is not None
-            gated = self.gated(self.gate(x, ctx), ctx.token_inputs[:, self.layer])
-            x = self.own_norm.add(self.project(gated, ctx), x)
+        if self.own is not None:
+            x = self.own.norm.add(self.own(x, ctx), x)
         return self.scale(x)
 
 
@@ -137,7 +148,11 @@ class TokenInputs:
         self.sizes = spec.num_layers, width
         total, half = spec.num_layers * width, 0.5**0.5  # so that the sum is as large as its parts
         self.table = builder.token_inputs(
-            "embed_tokens_per_layer", spec.vocab_size, total, scale=math.sqrt(width) * half
+            "embed_tokens_per_layer",
+            spec.vocab_size,
+            total,
+            scale=math.sqrt(width) * half,
+            rows=spec.layers[0].input_tokens,
         )
         self.project = builder.linear("per_layer_model_projection", hidden, total, bias=False)
         # The embedding is divided by sqrt(hidden) before the projection; eps accounts for that.
@@ -150,18 +165,19 @@ class TokenInputs:
         return self.norm.add(projected, self.table(ids)).view(-1, *self.sizes)
 
 
+ENCODERS = ("vision_tower", "embed_vision", "audio_tower", "embed_audio", "vision_embedder")
+SCOPES = ("model.language_model", "model")
+
+
 class Gemma4(Decoder):
     """The language model; image and audio encoders are not read."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:
-        for encoder in ("vision_tower", "embed_vision", "audio_tower", "embed_audio"):
-            builder.skip(f"model.{encoder}")
-        builder.skip("model.vision_embedder")
-        scopes = ("model.language_model", "model")
-        super().__init__(spec, builder, Gemma4Layer, scopes=scopes)
+        builder.skip(*(f"model.{encoder}" for encoder in ENCODERS))
+        super().__init__(spec, builder, Gemma4Layer, scopes=SCOPES)
         self.inputs = None
         if spec.layers[0].token_input:
-            self.inputs = TokenInputs(spec, builder.at(*scopes))
+            self.inputs = TokenInputs(spec, builder.at(*SCOPES))
 
     def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor | None:
         """ids [tokens], x [tokens, hidden], their embeddings -> [tokens, layers, width]."""
@@ -217,15 +233,14 @@ def gemma4_scales(fields: Fields) -> ModelScales:
 
 
 def gemma4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Layers with a window and without, by `layer_types`; the last layer has none. The last
-    `num_kv_shared_layers` layers read keys and values of the last earlier layer of their kind."""
+    """Layers with a window and without, by `layer_types`; the last layer has none."""
     if fields.raw("use_bidirectional_attention") not in (None, False, "vision"):
         raise fields.error("use_bidirectional_attention", 'must be null or "vision"')
     token_inputs = fields.integer("vocab_size_per_layer_input", 0, MAX_VOCAB, 1)
     if _token_input(fields) and token_inputs not in (1, fields.integer("vocab_size", 1, MAX_VOCAB)):
         raise fields.error("vocab_size_per_layer_input", "must be vocab_size")
     types = (*layer_types(fields, layers, every=6)[:-1], FULL)
-    num_with_kv = layers - fields.integer("num_kv_shared_layers", 0, layers - 1, 0)
+    owners = kv_owners(fields, types)
     wide = fields.boolean("use_double_wide_mlp", False)
     inner = fields.integer("intermediate_size", 1, MAX_WIDTH)
     dense_inner = inner if fields.boolean(SWITCH, False) else None
@@ -236,14 +251,23 @@ def gemma4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpe
         if layer in heads:
             head_dim, kv_heads = heads[layer]
             facts = replace(facts, head_dim=head_dim, kv_heads=kv_heads)
-        if layer >= num_with_kv:
-            if kind not in types[:num_with_kv]:
-                message = f"must leave a layer of kind {kind} before those that read its keys"
-                raise fields.error("num_kv_shared_layers", message)
-            owner = num_with_kv - 1 - types[:num_with_kv][::-1].index(kind)
-            facts = replace(facts, kv_from=owner, inner=2 * inner if wide else dense_inner)
+        if owners[layer] is not None:
+            facts = replace(facts, kv_from=owners[layer], inner=2 * inner if wide else dense_inner)
         specs.append(facts)
     return tuple(specs)
+
+
+def kv_owners(fields: Fields, types: Sequence[str]) -> tuple[int | None, ...]:
+    """Return the layer whose keys and values each layer reads; None: it has its own. The last
+    `num_kv_shared_layers` layers read those of the last earlier layer of their kind."""
+    layers = len(types)
+    num_with_kv = layers - fields.integer("num_kv_shared_layers", 0, layers - 1, 0)
+    last = {kind: layer for layer, kind in enumerate(types[:num_with_kv])}
+    for kind in types[num_with_kv:]:
+        if kind not in last:
+            message = f"must leave a layer of kind {kind} before those that read its keys"
+            raise fields.error("num_kv_shared_layers", message)
+    return (*[None] * num_with_kv, *(last[kind] for kind in types[num_with_kv:]))
 
 
 def _kinds(fields: Fields, positions: int) -> dict[str, LayerSpec]:

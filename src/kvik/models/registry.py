@@ -19,6 +19,7 @@ from kvik.models import (
     falcon_h1,
     flint,
     gemma,
+    gemma3n,
     gemma4,
     glm4,
     gpt2,
@@ -59,7 +60,7 @@ FILES = (
     *(llama, qwen3, stablelm, phi, glm4, qwen3_5, mixtral, olmo2, granite, gpt_oss, llama4),
     *(deepseek, lfm2, ernie4_5, nemotron, nemotron_h, qwen_vl, gpt_neox, gemma, gemma4, cohere),
     *(afmoe, apertus, bamba, hunyuan, minicpm, starcoder2, falcon, opt, gpt2, bert, modernbert),
-    *(olmo_hybrid, falcon_h1, kimi_linear, laguna, kolibri1, persimmon, pure_mamba2),
+    *(gemma3n, olmo_hybrid, falcon_h1, kimi_linear, laguna, kolibri1, persimmon, pure_mamba2),
     *(mamba, jamba, mimo_v2, flint, dbrx, bitnet, bloom, mpt),
 )
 ARCHITECTURES: Mapping[str, Architecture] = {

@@ -12,6 +12,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from statistics import NormalDist
 from typing import Any, get_args
 
 import torch
@@ -72,12 +73,15 @@ from kvik.spec.declare import (
     Join,
     LayerBuilder,
     LinearLayer,
+    Mixture,
     PositionTable,
+    Rescale,
     Role,
     Scale,
     ScaledQueriesLayer,
     Sum,
     TokenTable,
+    WeightedSums,
     usual_scope,
 )
 from kvik.spec.experts import ExpertsSpec, Router
@@ -383,14 +387,21 @@ class Builder(LayerBuilder):
         names: tuple[str, ...] = GATE_UP,
         down: str = "down_proj",
         activation: Activation = "silu_and_mul",
+        sparsity: float = 0.0,
     ) -> MLP:
         """Return the MLP of gate, up and down projections in this scope.
 
         Args:
             names: of gate and up, or of one layer for both.
             down: name of the down projection.
+            sparsity: as in `LayerSpec`.
         """
-        return self._mlp(names, down, hidden, inner, bias, activation)
+        if not sparsity:
+            return self._mlp(names, down, hidden, inner, bias, activation)
+        # The activation reads whole rows.
+        mlp = self._mlp(names, down, hidden, inner, bias, activation, fused=False, divisible=False)
+        deviations, ops = NormalDist().inv_cdf(sparsity), self.ops
+        return replace(mlp, between=lambda x: ops.activate_top(x, activation, deviations))
 
     def _mlp(
         self,
@@ -405,6 +416,7 @@ class Builder(LayerBuilder):
         mixed: bool = False,
         expert: tuple[int, int] | None = None,
         fused: bool = True,
+        divisible: bool = True,
     ) -> MLP:
         """Return an MLP of this scope.
 
@@ -414,12 +426,13 @@ class Builder(LayerBuilder):
             mixed: see `ExpertNames`.
             expert: see `MatrixSpec`.
             fused: the first matrix has the activation.
+            divisible: processes may divide the channels between the matrices.
         """
         rows = 2 * inner if activation in PAIRED else inner
         transposed |= mixed
         shapes = [LinearShape(hidden, rows // len(names), transposed)] * len(names)
         places = _gate_then_up(rows) if mixed else None
-        between = self._channels(inner, down)
+        between = self._channels(inner, down) if divisible else None
         up = self._linear(
             names,
             shapes,
@@ -459,7 +472,7 @@ class Builder(LayerBuilder):
         """
         kind = None if activation == XIELU else MLP_ACTIVATIONS[activation]
         mlp = self._mlp((up,), down, hidden, inner, bias, kind, transposed=transposed)
-        return mlp if kind is not None else replace(mlp, xielu=self._xielu())
+        return mlp if kind is not None else replace(mlp, between=self._xielu())
 
     def _xielu(self) -> Xielu:
         scope, _, _ = XIELU_NAMES[0].rpartition(".")
@@ -640,13 +653,21 @@ class Builder(LayerBuilder):
             return Embedding(self.ops, plain.table, scale)
         return self._embedding_matrix(name, LinearShape(hidden, vocab), tied, scale, tied and bias)
 
-    def token_inputs(self, name: str, vocab: int, width: int, *, scale: float) -> MatrixEmbedding:
+    def token_inputs(
+        self, name: str, vocab: int, width: int, *, scale: float, rows: int | None = None
+    ) -> MatrixEmbedding:
         """Return a table of token vectors, which is quantised like a head.
 
         Args:
             scale: of the vectors.
+            rows: tokens that have a vector; later ones have that of token 0. None: all.
         """
-        return self._embedding_matrix(name, LinearShape(width, vocab), False, scale)
+        table = self._embedding_matrix(name, LinearShape(width, rows or vocab), False, scale)
+        if rows is None or rows >= vocab:
+            return table
+        row_of = torch.arange(vocab, device=self.device)
+        row_of[rows:] = 0
+        return replace(table, row_of=row_of[:, None])
 
     def _embedding_matrix(
         self, name: str, shape: LinearShape, tied: bool, scale: float, bias: bool = False
@@ -941,14 +962,75 @@ class Builder(LayerBuilder):
             layers.append((layer, made[0], made[1] if layer.bias else None))
         return PooledHead(layers)
 
-    def learned_scale(self, name: str) -> LearnedScale:
-        """Return a layer that multiplies by a scalar of the checkpoint, [1]."""
+    def learned_scale(self, name: str, size: int = 1) -> Scale:
+        """Return a layer that multiplies by a scalar of the checkpoint, [1], or columns by a number
+        each, [size]."""
         full = self._name(name)
+        if size > 1:
+            ops, row = self.ops, self._tensor(full, (size,), "gain")[None]
+            return lambda x: ops.gated(x, row.expand_as(x), "none")
         scale = LearnedScale(self.ops, self.storage.tensor(full, (1,), torch.float32, self.device))
         self._declare(full, scale.value, "gain", scale.fill)
         if self.storage.names:
             scale.factor = float(scale.value)
         return scale
+
+    def rescaled(self, least_square: float) -> Rescale:
+        """Return a layer that makes each part of x as large as y; see `Ops.rescaled`."""
+        ops = self.ops
+        return lambda x, y: ops.rescaled(x, y, least_square)
+
+    def mixtures(
+        self,
+        router: str,
+        inputs: int,
+        streams: int,
+        coefficients: Mapping[str, tuple[int, float]],
+    ) -> tuple[Mixture, ...]:
+        """Return layers that compute weights of streams: a linear layer after the tanh of one that
+        all share. Neither is quantised.
+
+        Args:
+            router: name of the shared one.
+            coefficients: names of the others, with their outputs and what is added to these.
+        """
+        shared = self._linear(
+            (router,),
+            [LinearShape(inputs, streams)],
+            bias=False,
+            activation="tanh",
+            exact=True,
+            wide=True,
+        )
+        wide, made = copy(self), []
+        wide.dtype = torch.float32
+        for name, (outputs, offset) in coefficients.items():
+            linear = wide._linear(
+                (name,),
+                [LinearShape(streams, outputs)],
+                bias=offset != 0.0,
+                exact=True,
+                declared_bias=False,
+            )
+            if linear.matrix.bias is not None and not self.storage.names:
+                linear.matrix.bias.fill_(offset)
+            made.append(partial(_after, linear, shared))
+        return tuple(made)
+
+    def weighted_sums(self, parts: int, weights: Sequence[float] = ()) -> WeightedSums:
+        """Return a layer that adds sums of equal parts of x to y.
+
+        Args:
+            parts: their number.
+            weights: of each part in each sum, if they are constant.
+        """
+        ops, row = self.ops, torch.tensor(weights, device=self.device)[None]
+
+        def add(x: Tensor, residual: Tensor, weights: Tensor | None = None) -> Tensor:
+            each = row.expand(len(x), -1) if weights is None else weights
+            return ops.weighted_sums(x, each.unflatten(1, (-1, parts)), residual)
+
+        return add
 
     def gated(self, by: str = "none") -> Gated:
         """Return a layer that multiplies by a function of a gate: `by`, one of `GATES`."""
@@ -1220,6 +1302,11 @@ class Builder(LayerBuilder):
                 fill=fill or partial(_fill_in, target),
             )
         )
+
+
+def _after(last: Linear, first: Linear, x: Tensor) -> Tensor:
+    """Return last(first(x))."""
+    return last(first(x))
 
 
 def _gate_then_up(rows: int) -> Tensor:

@@ -56,6 +56,7 @@ class MatrixEmbedding:
     dtype: torch.dtype  # of the vectors
     tied: bool  # the matrix is the head's
     scale: float = 1.0  # of the vectors
+    row_of: Tensor | None = None  # [tokens, 1] int64, the row of each token; None: its id
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -64,6 +65,8 @@ class MatrixEmbedding:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """ids [tokens] -> [tokens, hidden]."""
+        if self.row_of is not None:
+            ids = self.ops.gather_rows(self.row_of, ids)[:, 0]
         rows = self.ops.matrix_rows(self.matrix, ids, self.dtype)
         return rows if self.scale == 1.0 else self.ops.scaled(rows, self.scale)
 
@@ -270,14 +273,15 @@ class MLP:
 
     up: Linear
     down: Linear
-    xielu: Xielu | None = None  # in place of the activation of `up`
+    # In place of the activation of `up`.
+    between: Callable[[Tensor], Tensor] | None = None
 
     def __call__(
         self, x: Tensor, ctx: ForwardContext | None = None, residual: Tensor | None = None
     ) -> Tensor:
         """x, residual [tokens, hidden] -> [tokens, hidden]."""
         made = self.up(x, ctx)
-        return self.down(made if self.xielu is None else self.xielu(made), ctx, residual)
+        return self.down(made if self.between is None else self.between(made), ctx, residual)
 
 
 @dataclass(frozen=True, slots=True)

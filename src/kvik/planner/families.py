@@ -442,7 +442,8 @@ def _layers(spec: ModelSpec) -> list[LayerShape]:
 def _matrix(spec: ModelSpec, linear: DeclaredLinear) -> MatrixGroup:
     quantised = spec.quantization is not None and linear.role not in UNQUANTISED
     stored = tuple(spec.stored_parts(linear)) if quantised else ()
-    return _matrix_of(linear.role, linear.inputs, sum(linear.outputs), linear.router, stored)
+    sizes = linear.inputs, sum(linear.outputs)
+    return _matrix_of(linear.role, *sizes, linear.router, stored, linear.uses)
 
 
 @lru_cache(maxsize=256)  # a model may have thousands of equal experts
@@ -452,8 +453,9 @@ def _matrix_of(
     outputs: int,
     router: Router | None,
     stored: tuple[tuple[int, tuple[StoredScheme | None, ...]], ...],
+    uses: int,
 ) -> MatrixGroup:
     chosen = (router.experts, router.active) if router else (0, 0)
     head = role == "head"
     parts = ((count, matrix_kind("none", inputs, schemes, head=head)) for count, schemes in stored)
-    return MatrixGroup(role, 1, inputs, outputs, *chosen, stored=tuple(parts))
+    return MatrixGroup(role, 1, inputs, outputs, *chosen, uses=uses, stored=tuple(parts))

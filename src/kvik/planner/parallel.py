@@ -281,8 +281,8 @@ def collectives(shape: ModelShape, *, exact: bool) -> Collectives:
     for layer in shape.layers:
         products = [m for m in layer.matrices if m.role not in UNSHARED and not m.experts]
         routed = [matrix for matrix in layer.matrices if matrix.experts]
-        counts.append(sum(m.count for m in products) + len(routed) + layer.attends)
-        made = sum(m.count * _columns(m) for m in products)
+        counts.append(sum(m.count * m.uses for m in products) + len(routed) + layer.attends)
+        made = sum(m.count * m.uses * _columns(m) for m in products)
         made += sum(_columns(m) * (1 if m.role in SECOND else m.active) for m in routed)
         numbers.append(made + layer.attends * shape.num_heads * shape.v_head_dim)
     outer = shape.outside.matrices

@@ -31,7 +31,8 @@ class MatrixGroup:
     # "embedding", "positions", "qkv", "o", "gate_up", "down", "head"; with experts "router",
     # "expert_gate_up", "expert_down", and "shared_gate_up", "shared_down" with their "shared_gate";
     # with MLA "q_down", "q_up", "kv_down", "kv_up"; with gated delta nets "gates" and "wide_gates";
-    # "up" in place of "gate_up" where there is no gate; "" for the projection between layers and an
+    # "up" in place of "gate_up" where there is no gate; with residual streams "mixture" and
+    # "streams"; "" for the projection between layers and an
     # embedding that is narrower.
     role: str
     count: int  # matrices in the whole model: layers, times experts where routed
@@ -40,6 +41,7 @@ class MatrixGroup:
     experts: int = 0  # per layer, `active` of them per token; 0: every token uses the matrix
     active: int = 0
     multiplied: bool = True  # False for a lookup table
+    uses: int = 1  # how often a step multiplies with it
     # Numbers of outputs, and the kind in which the engine loads them from the checkpoint; (): it is
     # not quantised, or not known to the engine.
     stored: tuple[tuple[int, WeightKind | None], ...] = ()

@@ -243,7 +243,7 @@ class _Pass:
 
     def _hidden(self, index: int) -> WindowFile:
         """Return the file of the residual stream before a block, or after the last one."""
-        return self._file(f"{HIDDEN}{index}", self._spec.hidden_size)
+        return self._file(f"{HIDDEN}{index}", self._spec.residual_width)
 
     def _token_inputs(self, index: int) -> WindowFile | None:
         width = self._model.layers[index].token_input

@@ -73,7 +73,8 @@ class ModelBlocks:
             ModelError: a tensor is missing, or its file cannot be read.
         """
         used, ids = windows.unique(return_inverse=True)
-        layers = self._spec.layers[:1] if self._spec.layers[0].token_input else ()
+        first = self._spec.layers[0]
+        layers = (replace(first, input_tokens=None),) if first.token_input else ()
         spec = replace(self._spec, layers=layers, vocab_size=len(used))
         builder = block_builder(
             spec, TORCH, SdpaAttention(TORCH), self._tokens, self.dtype, self.device
@@ -85,7 +86,8 @@ class ModelBlocks:
                 continue
             name = self._stored_name(declared.name, 0)
             stored_shape = self._entries[name].shape
-            if declared.shape[0] == len(used) and stored_shape[0] == self._spec.vocab_size:
+            tables = self._spec.vocab_size, first.input_tokens
+            if declared.shape[0] == len(used) and stored_shape[0] in tables:
                 values = self._rows(name, used)
             else:
                 values = self._read([name])[name]
@@ -144,7 +146,7 @@ class ModelBlocks:
 
     def _block_spec(self, index: int) -> ModelSpec:
         """Return the spec of one layer alone: another's keys and values are in its own cache."""
-        layer = self._spec.layers[index]
+        layer = replace(self._spec.layers[index], input_tokens=None)
         if layer.kv_from is not None:
             layer = replace(layer, kv_from=0)
         return replace(self._spec, layers=(layer,), vocab_size=1)
@@ -172,13 +174,15 @@ class ModelBlocks:
         return {run.name: run.values.clone() for run in self._checkpoint.runs(selections)}
 
     def _rows(self, name: str, ids: Tensor) -> Tensor:
-        """Return rows of a tensor: ids [n], ascending -> [n, width]."""
+        """Return rows of a tensor: ids [n] -> [n, width]. Ids beyond it have the first row."""
+        beyond = ids >= self._entries[name].shape[0]
+        ids, places = ids.masked_fill(beyond, 0).unique(return_inverse=True)
         rows = []
         for run in self._checkpoint.runs({name: IN_RUNS}):
             ends = torch.tensor([run.first, run.first + len(run.values)])
             low, high = torch.searchsorted(ids, ends).tolist()
             rows.append(run.values[ids[low:high] - run.first])
-        return torch.cat(rows)
+        return torch.cat(rows)[places]
 
 
 def _wrong_shape(name: str, declared: DeclaredTensor, shape: Sequence[int]) -> ModelError:

@@ -479,7 +479,7 @@ def check_request(source: Source, recipe: Recipe, folder: Path, windows: Tensor 
     for name, layout in layer_layouts.items():
         need += layout.num_bytes - source.tensors[name + WEIGHT].entry.size
     if windows is not None:
-        need += windows.numel() * source.spec.hidden_size * HIDDEN_BYTES
+        need += windows.numel() * source.spec.residual_width * HIDDEN_BYTES
     Output(folder, source).check_disk_space(need)
 
 

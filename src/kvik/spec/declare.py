@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from kvik.spec.rope import RopeSpec
 
 # Role of a matrix in a block; "gates": of a gated delta net or of attention, and "wide_gates" those
-# that are computed from narrow vectors, or these from values; "": in no block, as in draft heads.
+# that are computed from narrow vectors, or these from values; "mixture": small ones that weigh
+# residual streams, and "streams" those that make them or read them at the end; "": in no block, as
+# in draft heads.
 Role = Literal[
     "qkv",
     "q_down",
@@ -54,16 +56,19 @@ Role = Literal[
     "embedding",
     "positions",
     "token_inputs",
+    "streams",
+    "mixture",
     "",
 ]
 # Roles of matrices that stay floats in every format: small ones whose errors would change the
-# choice of experts, and "kv_up", which is applied to queries instead of keys.
-UNQUANTISED: frozenset[Role] = frozenset({"router", "shared_gate", "kv_up"})
+# choice of experts or the mixture of streams, and "kv_up", which is applied to queries instead of
+# keys.
+UNQUANTISED: frozenset[Role] = frozenset({"router", "shared_gate", "kv_up", "mixture"})
 # Roles of matrices that no adapter of a request changes.
-FIXED_FOR_REQUESTS: frozenset[Role] = UNQUANTISED | {"head", "token_inputs"}
+FIXED_FOR_REQUESTS: frozenset[Role] = UNQUANTISED | {"head", "token_inputs", "streams"}
 # Roles of matrices that are too small to be divided among processes.
 SMALL: frozenset[Role] = frozenset(
-    {"q_down", "kv_down", "gates", "wide_gates", "router", "shared_gate"}
+    {"q_down", "kv_down", "gates", "wide_gates", "router", "shared_gate", "mixture"}
 )
 
 
@@ -296,8 +301,20 @@ Sum: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 Join: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 # x [tokens, dim], gate [tokens, dim or fewer, for equal parts of x] -> x times a function of gate
 Gated: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
+# x [tokens, parts, dim], y [tokens, dim] -> each part of x as large as y
+Rescale: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
+# x [tokens, inputs] -> [tokens, outputs] fp32
+Mixture: TypeAlias = "Callable[[Tensor], Tensor]"
 # x [tokens, dim] -> x times a number, or a number of each column
 Scale: TypeAlias = "Callable[[Tensor], Tensor]"
+
+
+class WeightedSums(Protocol):
+    def __call__(self, x: Tensor, residual: Tensor, weights: Tensor | None = None) -> Tensor:
+        """x [tokens, parts * dim], residual [tokens, sums * dim], weights [tokens, sums * parts]
+        fp32, or None for the constant ones -> residual + sums of the parts, [tokens, sums * dim].
+        """
+        ...
 
 
 class RoutedExperts(Protocol):
@@ -464,6 +481,7 @@ class DeclaredLinear:
     # transposed.
     mixed: bool = False
     transposed: bool = False  # the checkpoint stores [inputs, outputs]
+    uses: int = 1  # how often a forward multiplies with it
 
     @property
     def adaptable(self) -> bool:
@@ -669,6 +687,7 @@ class LayerBuilder:
         names: tuple[str, ...] = GATE_UP,
         down: str = "down_proj",
         activation: Any = "silu_and_mul",
+        sparsity: float = 0.0,
     ) -> FeedForward:
         widths = (2 * inner // len(names),) * len(names)
         self.linear(names, hidden, widths, bias=bias, role="gate_up")
@@ -760,8 +779,10 @@ class LayerBuilder:
         self._listed.tables.append(table)
         return _Listed(table)
 
-    def token_inputs(self, name: str, vocab: int, width: int, *, scale: float) -> TokenTable:
-        table = DeclaredTable("token_inputs", self._name(name), vocab, width)
+    def token_inputs(
+        self, name: str, vocab: int, width: int, *, scale: float, rows: int | None = None
+    ) -> TokenTable:
+        table = DeclaredTable("token_inputs", self._name(name), rows or vocab, width)
         self._listed.tables.append(table)
         return _LISTED
 
@@ -875,8 +896,31 @@ class LayerBuilder:
     def scaled_columns(self, factors: Sequence[tuple[int, float]]) -> Scale:
         return _LISTED
 
-    def learned_scale(self, name: str) -> Scale:
-        self._other(name, 1)
+    def learned_scale(self, name: str, size: int = 1) -> Scale:
+        self._other(name, size)
+        return _LISTED
+
+    def rescaled(self, least_square: float) -> Rescale:
+        return _LISTED
+
+    def mixtures(
+        self,
+        router: str,
+        inputs: int,
+        streams: int,
+        coefficients: Mapping[str, tuple[int, float]],
+    ) -> tuple[Mixture, ...]:
+        name, uses = self._name(router), len(coefficients)
+        self._listed.linears.append(
+            DeclaredLinear(
+                self._layer, "mixture", (name,), inputs, (streams,), bias=False, uses=uses
+            )
+        )
+        for name, (outputs, _) in coefficients.items():
+            self.linear(name, streams, outputs, bias=False, role="mixture")
+        return (_LISTED,) * len(coefficients)
+
+    def weighted_sums(self, parts: int, weights: Sequence[float] = ()) -> WeightedSums:
         return _LISTED
 
     def gated(self, by: str = "none") -> Gated:

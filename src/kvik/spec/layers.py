@@ -84,6 +84,16 @@ class QueryScale:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamsSpec:
+    """Several residual streams, of which layers compute on one (AltUp, Baykal et al. 2023, arXiv
+    2301.13310)."""
+
+    count: int
+    active: int  # number of that one
+    scaled: bool  # what is read of it after a layer has learned gains
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """The facts of one layer."""
 
@@ -111,6 +121,14 @@ class LayerSpec:
     # Width of its MLP, also of one in addition to experts; None: the model's.
     inner: int | None = None
     token_input: int = 0  # width of a vector per token that only this layer reads; 0: none
+    # Tokens that have such vectors; others have those of token 0. None: all.
+    input_tokens: int | None = None
+    streams: StreamsSpec | None = None  # the same in all layers; None: there is one stream
+    # Width of a learned addition to what attention reads (LAuReL, Menghani et al. 2024, arXiv
+    # 2411.07501); 0: there is none.
+    residual_rank: int = 0
+    # Share of the gates of its MLP that are cut to 0, if they are distributed normally.
+    sparsity: float = 0.0
     query_scale: QueryScale | None = None  # of its queries; None: 1
     unnormed: bool = False  # its attention reads the residual stream as it is
     norm_rank: int = 0  # inner width of the gates of its norms; 0: they are not gated

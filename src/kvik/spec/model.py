@@ -12,7 +12,7 @@ from itertools import chain
 from kvik.errors import ParamError
 from kvik.spec.engine_folder import Built
 from kvik.spec.kv import STATE_BYTES, KVCacheSpec, StateSpec
-from kvik.spec.layers import LatentSpec, LayerSpec, PredictorSpec, QueryScale
+from kvik.spec.layers import LatentSpec, LayerSpec, PredictorSpec, QueryScale, StreamsSpec
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.rope import RopeSpec
 from kvik.spec.stored_weights import StoredQuantization, StoredScheme
@@ -261,6 +261,16 @@ class ModelFacts:
         of heads. With latent attention, `num_kv_heads` is 1 and `head_dim` is the cached width of a
         token."""
         return next((layer.latent for layer in self.layers if layer.latent), None)
+
+    @property
+    def streams(self) -> StreamsSpec | None:
+        """The residual streams of its layers; None: there is one."""
+        return next((layer.streams for layer in self.layers if layer.streams), None)
+
+    @property
+    def residual_width(self) -> int:
+        """The width of all residual streams together."""
+        return self.hidden_size * (self.streams.count if self.streams else 1)
 
     @property
     def indexed(self) -> int:

@@ -15,11 +15,11 @@ from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON
 pytest.importorskip("triton", reason=NO_TRITON)
 
 from helpers.interpreted_engine import interpret_engines
-from helpers.tiny_models import DELTA
+from helpers.tiny_models import DELTA, GEMMA3N
 
 from kvik import LLM, SamplingParams
 from kvik.attention.fresh_prompts import FreshPrompts
-from kvik.kernels.triton import draw, experts, rotary, states
+from kvik.kernels.triton import draw, experts, norm, rotary, rows, states
 from kvik.models.model_spec import ModelSpec
 
 pytestmark = INTERPRETED_ONLY
@@ -91,18 +91,40 @@ def test_tokens_are_those_of_the_reference(
     assert {"store_kernel", "pick_kernel"} == set(calls)  # Triton's kernels ran
 
 
+STATES = {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"], **DELTA}
+STREAMS = {**GEMMA3N, "layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1}
+STREAMS |= {"activation_sparsity_pattern": [0.9, 0.0], "hidden_act": None}
+
+
 @pytest.mark.full
-def test_layers_that_keep_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"], **DELTA}
-    changes |= {"architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 2}
+@pytest.mark.parametrize(
+    ("architecture", "changes", "kernels"),
+    [
+        ("Qwen3_5ForCausalLM", STATES, {states: ("gated", "causal_conv", "recurrence")}),
+        (
+            "Gemma3nForCausalLM",
+            STREAMS,
+            {norm: ("rescaled", "activate_top"), rows: ("weighted_sums",)},
+        ),
+    ],
+)
+def test_layers_with_kernels_of_their_own(
+    architecture: str,
+    changes: dict[str, Any],
+    kernels: dict[Any, tuple[str, ...]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    changes = {**changes, "architectures": [architecture], "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(small(**changes)))
     expected = tokens(tmp_path, kernels="torch", attention_backend="reference")
-    calls = []
-    for name in ("gated_kernel", "causal_conv_kernel", "recurrence_kernel"):
-        monkeypatch.setattr(states, name, Counted(getattr(states, name), calls))
+    calls: list[str] = []
+    names = [(module, f"{name}_kernel") for module in kernels for name in kernels[module]]
+    for module, name in names:
+        monkeypatch.setattr(module, name, Counted(getattr(module, name), calls))
     interpret_engines(monkeypatch)
     assert tokens(tmp_path, kernels="torch") == expected
-    assert len(set(calls)) == 3
+    assert set(calls) == {name for _, name in names}
 
 
 @pytest.mark.full

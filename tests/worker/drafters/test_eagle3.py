@@ -18,10 +18,13 @@ from helpers.drafters import (
 )
 from helpers.eagle3 import DRAFTED, LAYERS, Eagle3, save_eagle3
 from helpers.optional_native import needs_native
+from helpers.tiny_models import GEMMA3N, tiny_config
 from safetensors.torch import save_file
 
 from kvik import LLM, SamplingParams
+from kvik.config.draft_heads import eagle3_facts
 from kvik.errors import KvikError
+from kvik.models.model_spec import ModelSpec
 
 pytestmark = pytest.mark.usefixtures("forked", "loads_always")
 
@@ -97,6 +100,9 @@ def test_heads_that_it_refuses(saved, tmp_path):
         drafting = {"method": "eagle3", "model": str(head)}
         with pytest.raises(KvikError, match="^spec_model: "):
             LLM(**options(root, speculative_config=drafting))
+    streams = ModelSpec.from_config(tiny_config("Gemma3n", **GEMMA3N).to_dict())
+    with pytest.raises(KvikError, match="several residual streams"):
+        eagle3_facts(root / "head", streams)
 
 
 def test_pages_belong_to_a_head(saved, tmp_path):
