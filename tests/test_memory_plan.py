@@ -263,6 +263,8 @@ def test_the_plan_matches_the_peak_of_a_large_model(
         {"architectures": ["LagunaForCausalLM"], "mlp_layer_types": ["dense"] * 3}
         | {"num_attention_heads_per_layer": [4, 16, 4], "num_experts_per_tok": 2},
         {"architectures": ["BitNetForCausalLM"], "hidden_act": "relu2"},
+        {"architectures": ["Gemma4ForCausalLM"], "hidden_act": None, "head_dim": 32}
+        | {"global_head_dim": 32, "hidden_size_per_layer_input": 1024},
         {"architectures": ["Gemma3nForCausalLM"], "hidden_act": None, "num_kv_shared_layers": 1}
         | {"layer_types": ["full_attention"] * 3, "activation_sparsity_pattern": [0.9] * 3},
         {"architectures": ["OlmoForCausalLM"], "clip_qkv": 8.0, "intermediate_size": 300},

@@ -744,10 +744,12 @@ class Footprint:
 
     @property
     def _stream_width(self) -> int:
-        """Numbers of a token in the residual stream before a layer, normalised, and after it; of
-        several streams also as predicted and corrected."""
-        several = 4 * self.spec.residual_width if self.spec.streams else 0
-        return 3 * self.spec.hidden_size + several
+        """Numbers of a token in the residual stream before a layer, normalised, and after it; in
+        several streams, while they are made, predicted, corrected and added up; and in the inputs
+        that layers read of the token alone, while they are computed."""
+        several = 7 * self.spec.residual_width if self.spec.streams else 0
+        inputs = 5 * sum(layer.token_input for layer in self.spec.layers)
+        return 3 * self.spec.hidden_size + several + inputs
 
     def _widest(self, size: StepSize) -> int:
         spec, item, tokens = self.spec, self._item, size.max_num_batched_tokens
