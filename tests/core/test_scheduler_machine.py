@@ -33,6 +33,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 *((sinks(3, 4),), (sinks(1, 6),), (sinks(5, 2),)),
                 *((Budget(3, 1, 2, 4),), (Budget(6, 2, 2, 1), Budget(4, 1, 3, 5))),
                 (Budget(9, 2, 4, 3),) * 2,
+                *((Budget(3, 1, 2, 4), 3), (chunks(6), Budget(6, 2, 2, 1), 4)),
             ]
         ),
         spare_blocks=st.integers(0, 12),
@@ -65,7 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         peers: bool,
     ) -> None:
         if any(isinstance(window, Budget) for window in windows):
-            stages, lookahead, checkpoints, tiers, peers = 1, 0, None, (0, 0), False
+            lookahead = 0  # drafters with keys of their own read all of them
         setup = Setup(
             policy=policy,
             block_size=block_size,
@@ -139,7 +140,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4), drafts=st.sampled_from([0, 0, 1, 4]))
     def step(self, count: int, drafts: int) -> None:
-        self.sim.worker.num_drafts = 0 if self.sim.worker.budgets else drafts
+        self.sim.worker.num_drafts = drafts
         for _ in range(count):
             self.sim.step()
             self.sim.now += 0.05

@@ -294,7 +294,7 @@ class FakeWorker:
     def __init__(self, cache: CacheConfig, salt_of: Callable[[NewRequest], str]) -> None:
         self.block_size = cache.block_size
         self.windows = [group.spec.window for group in cache.groups]
-        self.budgets = [group.spec.budget for group in cache.groups if group.spec.budget]
+        self.budgets = [group.spec.budget for group in cache.groups]
         self.cells: list[list[Cell | None]] = [
             [None] * cache.block_size for _ in range(cache.pool_size)
         ]
@@ -415,7 +415,8 @@ class FakeWorker:
     def _cells(self, row: Row, group: int, tokens: Sequence[int], states: list[int]) -> list[Cell]:
         """Return the contents that the cells of tokens must have. They depend on the length of the
         prompt for tokens computed after a budget dropped some."""
-        cuts = (cut_points(budget, row.num_prompt, len(states)) for budget in self.budgets)
+        budgets = filter(None, self.budgets)
+        cuts = (cut_points(budget, row.num_prompt, len(states)) for budget in budgets)
         drop = min(chain.from_iterable(cuts), default=len(states))
         return [
             (group, states[p] if p < drop else hash((states[p], row.num_prompt))) for p in tokens
@@ -508,14 +509,14 @@ class FakeWorker:
         if row.broken:
             return
         for group, table in enumerate(row.tables):
-            window, first = self.windows[group], row.first_keys[group]
-            if self.budgets and start:
-                right = expected_kept(self.budgets[group], row.num_prompt, start, states)
+            budget, first = self.budgets[group], row.first_keys[group]
+            if budget and start:
+                right = expected_kept(budget, row.num_prompt, start, states)
                 if row.held[group][: start - first] != right:
                     raise ContentError(f"slot {plan.slots[i]}, group {group} has {row.held[group]}")
-            before = range(first, start + 1) if self.budgets else seen(start, window)
+            before = range(first, start + 1) if budget else seen(start, self.windows[group])
             keys = [*before, *range(start + 1, end)]
-            tokens = [row.held[group][p - first] for p in keys] if self.budgets else keys
+            tokens = [row.held[group][p - first] for p in keys] if budget else keys
             found = [self.cells[table[p // self.block_size]][p % self.block_size] for p in keys]
             if found != self._cells(row, group, tokens, states):
                 raise ContentError(f"slot {plan.slots[i]}, group {group}: {keys} hold {found}")

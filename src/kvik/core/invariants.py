@@ -245,11 +245,11 @@ def _check_budgets(scheduler: Scheduler) -> None:
         _require(first <= r.num_cut_tokens, "drops tokens before the first cut", r)
         for group, ids in zip(kv.groups, r.block_ids, strict=True):
             visible, prompt = group.visible, r.num_prompt_tokens
+            if not (group.budgeted and visible.first_key(r.num_cut_tokens, prompt)):
+                continue
             hidden = visible.hidden_blocks(r.num_cut_tokens, kv.block_size, prompt)
             gone = all(ids[i] == NULL_BLOCK for i in hidden)
             _require(gone, "holds blocks of what it dropped", r)
-            if visible.first_key(r.num_cut_tokens, prompt) == 0:
-                continue
             kept_blocks = [ids[i] for i in range(hidden.stop, len(ids))]
             private = all(kv.pool.ref_counts[block] == 1 for block in kept_blocks)
             _require(private, "shares blocks of what it keeps", r)
