@@ -51,7 +51,7 @@ def test_every_row_has_its_tokens_positions_and_slots(
     block_size: int, num_groups: int, decode_only: bool, fixed: bool
 ) -> None:
     rng = random.Random(block_size)
-    table = RequestTable(SLOTS, LENGTH, num_groups, block_size)
+    table = RequestTable(SLOTS, LENGTH, num_groups, block_size, budgeted=range(1, num_groups))
     requests = fill(table, rng, num_groups)
     slots = list(requests)
     known = {slot: len(r.token_ids) for slot, r in requests.items()}
@@ -81,6 +81,9 @@ def test_every_row_has_its_tokens_positions_and_slots(
             assert layout.block_table[row].tolist()[: len(ids)] == ids[:width]
             assert layout.contexts[row] == request.num_computed_tokens + scheduled[row]
             assert layout.query_start_loc[row + 1] == at
+    # As kernels are warmed up and forwards recorded: only layers with a budget have first keys.
+    firsts = [layout.first_keys is not None for layout in step.layouts]
+    assert firsts == [False, True][:num_groups]
     assert len(step.input_ids) == at
     assert batch.sampling_rows.tolist() == [i for i, sample in enumerate(samples) if sample]
     ends = batch.starts[1:] - 1

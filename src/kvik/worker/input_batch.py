@@ -92,7 +92,7 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
         arrays["tree"] = words
     if table.adapters is not None:
         arrays["adapters"] = table.adapters[token_slots]
-    if table.states or table.first_keys is not None:
+    if table.states or table.first_keys:
         arrays["state_rows"] = slots.astype(np.int32)
     if table.covered is not None:
         of_begun = np.where(computed > 0, computed - table.covered[slots], 0)
@@ -103,8 +103,8 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
         blocks = table.blocks(group, (token_slots, block))
         arrays[f"slot_mapping {group}"] = blocks.astype(np.int64) * block_size + offset
         arrays[f"block_table {group}"] = table.blocks(group, (slots, slice(max_blocks)))
-        if table.first_keys is not None:
-            arrays[f"first_keys {group}"] = table.first_keys[group, slots]
+        if group in table.first_keys:
+            arrays[f"first_keys {group}"] = table.first_keys[group][slots]
     return InputBatch(
         put_step(arrays, inputs, num_groups, block_size),
         slots=slots,

@@ -38,7 +38,7 @@ class RequestTable:
         covered: int = 0,
         type_stride: int = 0,
         shares: Sequence[int] = (),
-        budgets: bool = False,
+        budgeted: Sequence[int] = (),
         adapters: bool = False,
     ) -> None:
         max_blocks = -(-max_model_len // block_size)
@@ -67,11 +67,8 @@ class RequestTable:
         ]
         # [groups, slots] int32, filled entries of each block table.
         self.num_blocks = np.zeros((num_groups, max_num_seqs), np.int32)
-        # [groups, slots] int32, index of the first key that layers with a budget have kept of each
-        # request; None: all layers keep all.
-        self.first_keys: np.ndarray | None = None
-        if budgets:
-            self.first_keys = np.zeros((num_groups, max_num_seqs), np.int32)
+        # KV group with a budget -> [slots] int32, index of the first key that is left of a request.
+        self.first_keys = {group: np.zeros(max_num_seqs, np.int32) for group in budgeted}
         # [slots] int64, slot of each request's adapter, or `NO_ADAPTER`; None: the model has none.
         self.adapters = np.full(max_num_seqs, NO_ADAPTER, np.int64) if adapters else None
         # The drafts of every row are its first nodes after the root; None: each draft follows the
@@ -93,8 +90,8 @@ class RequestTable:
         if self.adapters is not None:
             self.adapters[slot] = new.adapter
         self.num_blocks[:, slot] = 0
-        if self.first_keys is not None:
-            self.first_keys[:, slot] = 0
+        for first_keys in self.first_keys.values():
+            first_keys[slot] = 0
         for group, ids in enumerate(new.block_ids):
             self.add_blocks(slot, group, ids)
 
@@ -122,13 +119,12 @@ class RequestTable:
 
     def cut(self, cut: BudgetCut) -> CutKeys:
         """Replace blocks of a request in a group by those for its kept tokens."""
-        assert self.first_keys is not None
-        before = int(self.first_keys[cut.group, cut.slot])
+        before = int(self.first_keys[cut.group][cut.slot])
         source = self.positions(cut.group, cut.slot, np.arange(before, cut.end))
         first = cut.first_key // self.block_size
         table = self.block_tables[cut.group][cut.slot]
         table[first : first + len(cut.block_ids)] = cut.block_ids
-        self.first_keys[cut.group, cut.slot] = cut.first_key
+        self.first_keys[cut.group][cut.slot] = cut.first_key
         target = self.positions(cut.group, cut.slot, np.arange(cut.first_key, cut.end))
         return CutKeys(cut.group, cut.slot, cut.end, source.tobytes(), target.tobytes())
 

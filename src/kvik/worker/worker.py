@@ -314,7 +314,7 @@ def _request_table(config: ResolvedConfig, sizes: StepSizes) -> RequestTable:
         covered=config.state_rows if sizes.logs else 0,
         type_stride=model.type_stride if model.token_types > 1 else 0,
         shares=[group.shares for group in groups],
-        budgets=any(group.budgeted for group in groups),
+        budgeted=[i for i, group in enumerate(groups) if group.budgeted],
         adapters=sizes.adapters,
     )
 
