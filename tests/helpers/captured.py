@@ -138,8 +138,8 @@ class ByTensors:
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
         self.inner.move(kv, source, target)
 
-    def local_heads(self, heads: int, kv_heads: int) -> int:
-        return self.inner.local_heads(heads, kv_heads)
+    def rank_heads(self, heads: int, kv_heads: int) -> int:
+        return self.inner.rank_heads(heads, kv_heads)
 
     def key_weights(self, kv: LayerKV, at: Tensor, queries: Tensor, spec: AttentionSpec) -> Tensor:
         return self.inner.key_weights(kv, at, queries, spec)

@@ -419,7 +419,7 @@ class AttentionBackend:
         """
         return read(kv.k, kv.k_scales, at).float()
 
-    def local_heads(self, heads: int, kv_heads: int) -> int:
+    def rank_heads(self, heads: int, kv_heads: int) -> int:
         """Return how many query heads of a layer this process computes."""
         return heads
 

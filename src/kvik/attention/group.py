@@ -72,7 +72,7 @@ class DividedHeads(AttentionBackend):
             self._heads[id(attend.kv)] = attend.q.shape[1], attend.k.shape[1]
         return self._heads[id(attend.kv)][1]
 
-    def local_heads(self, heads: int, kv_heads: int) -> int:
+    def rank_heads(self, heads: int, kv_heads: int) -> int:
         first, end = self._share(heads, kv_heads).heads
         return end - first
 

@@ -630,7 +630,7 @@ class Footprint:
         for group in self.groups:
             for layer, spec in zip(group.layers, group.specs, strict=True):
                 if spec.budget is not None:
-                    heads = self.spec.layers[layer].heads or self.spec.num_heads
+                    heads = self.spec.query_heads(self.spec.layers[layer])
                     total += 4 * heads * spec.head_dim * spec.budget.last
         return total
 

@@ -123,9 +123,8 @@ def load_network(
         if kv is None:
 
             def heads(layer: int) -> int:
-                of = spec.layers[layer]
-                kv_heads, _ = spec.heads(of)
-                return parts.backend.local_heads(of.heads or spec.num_heads, kv_heads)
+                facts = spec.layers[layer]
+                return parts.backend.rank_heads(spec.query_heads(facts), spec.heads(facts)[0])
 
             kv = allocate_kv(
                 groups,
