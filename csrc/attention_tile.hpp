@@ -118,18 +118,8 @@ struct Unit {
 // Largest scores and differences between scores are in units of ln 2, so that weights are powers of two.
 constexpr float kPerLn2 = 1.44269504f;
 
-// 2^x for x <= 0, relative error below 2e-7; exactly zero far below: then masked scores (-inf) need no second
-// mask. 2^0 is exactly 1, NaN stays NaN. The polynomial was fitted to (2^f - 1) / f over [-0.5, 0.5].
-KVIK_INLINE F32 weight_of(F32 x) {
-    const F32 cut = max(broadcast(-126.0f), x), n = round(cut), f = sub(cut, n);
-    F32 p = broadcast(1.3264727313e-3f);
-    p = fma(p, f, broadcast(9.6715129912e-3f));
-    p = fma(p, f, broadcast(5.5507335812e-2f));
-    p = fma(p, f, broadcast(2.4022242427e-1f));
-    p = fma(p, f, broadcast(6.9314700365e-1f));
-    p = fma(p, f, broadcast(1.0f));
-    return select(not_le(x, broadcast(-126.0f)), times_power_of_two(p, n), zero());
-}
+// 2^x for x <= 0, and exactly zero far below: then masked scores (-inf) need no second mask.
+KVIK_INLINE F32 weight_of(F32 x) { return select(not_le(x, broadcast(-126.0f)), power_of_two(x), zero()); }
 
 // With nothing visible yet, the largest score is -inf, and -inf - -inf would be NaN.
 KVIK_INLINE float base_of(float largest) { return largest == -INFINITY ? 0.0f : largest; }

@@ -629,14 +629,15 @@ KVIK_INLINE F32 exp(F32 x) {
     return times_power_of_two(p, n);
 }
 
-// 2^x for x up to 0, relative error below 2e-7; x is cut at -126. 2^0 is exactly 1. The polynomial was fitted to 2^f.
+// 2^x for x <= 0, relative error below 2e-7; x is cut at -126, NaN stays NaN. 2^0 is exactly 1. The polynomial was
+// fitted to (2^f - 1) / f over [-0.5, 0.5].
 KVIK_INLINE F32 power_of_two(F32 x) {
     const F32 cut = max(broadcast(-126.0f), x), n = round(cut), f = sub(cut, n);
-    F32 p = broadcast(1.32647e-3f);
-    p = fma(p, f, broadcast(9.67151e-3f));
-    p = fma(p, f, broadcast(5.550734e-2f));
-    p = fma(p, f, broadcast(2.4022242e-1f));
-    p = fma(p, f, broadcast(6.9314698e-1f));
+    F32 p = broadcast(1.3264727313e-3f);
+    p = fma(p, f, broadcast(9.6715129912e-3f));
+    p = fma(p, f, broadcast(5.5507335812e-2f));
+    p = fma(p, f, broadcast(2.4022242427e-1f));
+    p = fma(p, f, broadcast(6.9314700365e-1f));
     return times_power_of_two(fma(p, f, broadcast(1.0f)), n);
 }
 

@@ -341,8 +341,8 @@ void head_columns(const recurrence_args& a, const StateTokens& on, int64_t head,
     }
 }
 
-// Channels of a state whose numbers each have their own decay that a task takes through all tokens: few rows make a
-// token short, so a task reads several lines of each.
+// Channels that a task takes through all tokens if each number of a state has its own decay. Such a state has few rows,
+// so that a token takes little time: a task has several vectors of each row.
 constexpr int64_t kScanChannels = 8 * kLanes;
 
 template <class T>
