@@ -203,18 +203,28 @@ def test_pages_that_other_engines_fetch_are_complete_when_they_are_lent(
 
     class Server:
         def lend(self, lease: PageLease) -> None:
-            ((key, _, place),) = lease.pages
             with ThreadPoolExecutor(1) as threads:
-                lent.append(threads.submit(mover._page_at, key, place).result().copy())
+                for key, _, place in lease.pages:
+                    lent.append(threads.submit(mover._page_at, key, place).result().copy())
 
         def close(self) -> None: ...
 
     monkeypatch.setattr(mover, "_page_server", Server())
     lease = PageLease("lease", [(key(1), b"", 3)])
-    mover.begin(plan(0, PageStore(key(1), b"", 5, 3, on_disk=False), leases=[lease]))
+    store = PageStore(key(1), b"", 5, 3, on_disk=False)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(mover, "_store", refuse)
+        mover.begin(plan(0, store))
+    mover.begin(plan(1, leases=[lease]))  # was planned before the first failed
+    assert not lent
+    mover.begin(plan(2, store, leases=[lease]))
     (page,) = lent
     assert np.array_equal(page[PAGE_HEAD_BYTES:], expected)
     mover.close()
+
+
+def refuse(stores: Sequence[PageStore]) -> None:
+    raise RuntimeError("no memory is left")
 
 
 def test_closing_waits_for_copies_before_it_unpins(cache: KVCache) -> None:

@@ -167,6 +167,7 @@ class PageMover:
         if tiers.places and slab is None:
             size = tiers.places * self._largest
             self._slab = host_memory(size).reshape(tiers.places, self._largest)
+        self._keys: dict[int, PageKey] = {}  # place -> the last page that was stored there
         self._folder, self._peers = tiers.folder, tiers.peers
         serve = tiers.page_server
         self._page_server = None if serve is None else serve(self._page_at)
@@ -204,6 +205,7 @@ class PageMover:
                 self._page_server.end(name)
         if plan.stores:
             self._store(plan.stores)
+            self._keys.update((store.place, store.key) for store in plan.stores)
         if plan.leases:
             self._lend(plan.leases)
         if self._peers is not None:
@@ -267,9 +269,11 @@ class PageMover:
             self._folder.close()
 
     def _lend(self, leases: Sequence[PageLease]) -> None:
+        """Begin leases, without pages of an earlier plan that failed before it stored them."""
         if self._page_server is not None:
             for lease in leases:
-                self._page_server.lend(lease)
+                pages = [page for page in lease.pages if self._keys.get(page[2]) == page[0]]
+                self._page_server.lend(replace(lease, pages=pages))
 
     def _store(self, stores: Sequence[PageStore]) -> None:
         for group, pages in enumerate(self._pages):
