@@ -41,7 +41,7 @@ class EntropyAttention(ReferenceAttention):
 
     def __init__(self, ops: Ops) -> None:
         super().__init__(ops)
-        self.sums: dict[int, float] = {}  # by the address of a layer's keys
+        self.sums: dict[int, float] = {}  # by the id of a layer's cache
         self.counts: dict[int, int] = {}  # likewise; queries times heads
 
     def see(self, kv: LayerKV, weights: Tensor, visible: Tensor) -> None:
@@ -49,7 +49,7 @@ class EntropyAttention(ReferenceAttention):
         counted = seen >= MIN_KEYS
         entropy = -torch.special.xlogy(weights, weights).sum(-1)[:, counted]  # [heads, queries]
         shares = entropy.double() / seen[counted].double().log()
-        layer = kv.k.data_ptr()
+        layer = id(kv)  # layers that see other keys may use the same memory
         self.sums[layer] = self.sums.get(layer, 0.0) + float(shares.sum())
         self.counts[layer] = self.counts.get(layer, 0) + shares.numel()
 
@@ -97,7 +97,7 @@ def entropy_of(
         for i, ids in enumerate(windows):
             progress("reading", i / len(windows))
             _read(network, ids, resolved.cache.block_size)
-    layers = [network.kv.of(i).k.data_ptr() for i in model.full_layers]
+    layers = [id(network.kv.of(i)) for i in model.full_layers]
     return tuple(probe.sums[layer] / probe.counts[layer] for layer in layers)
 
 
