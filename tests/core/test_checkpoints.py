@@ -120,13 +120,16 @@ def test_a_reset_drops_all_copies() -> None:
     assert served(sim, PROMPT).num_cached_tokens == 0
 
 
-def test_a_copy_after_a_failed_step_is_dropped() -> None:
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_copy_after_a_failed_step_is_dropped(aborted: bool) -> None:
     """The step that copies succeeds, but the state was never computed."""
     sim = Simulation(Setup(checkpoints=3, depth=2))
-    sim.add(PROMPT)
+    (request,) = sim.add(PROMPT)
     sim.step_fails = True
     sim.plan()
     assert sim.planned().state_copies
+    if aborted:  # before it is known that the step failed
+        sim.end(request)
     sim.drain()
     for hit in (0, 8):  # the second continues from the copy of the first
         assert served(sim, PROMPT).num_cached_tokens == hit

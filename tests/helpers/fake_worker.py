@@ -189,13 +189,17 @@ class FakeTiers:
         self._off = False
         self.peer: dict[PageKey, Page] = {}  # all that was ever stored
         self.leases: dict[str, list[tuple[int, tuple[PageKey, Page] | None]]] = {}
-        self.missed: set[PageKey] = set()  # were to be stored by plans that failed before
+        self.missed: set[PageKey] = set()  # by plans that failed before they stored them
 
-    def begin(self, plan: SchedulerOutput) -> None:
+    def begin(self, plan: SchedulerOutput, *, fails: bool = False) -> None:
+        """Begin the moves of a plan. If that fails, nothing is stored."""
         for key in plan.drops:
             self.disk.pop(key, None)
         for name in plan.ended_leases:
             self.leases.pop(name, None)
+        if fails:
+            self.missed.update(store.key for store in plan.stores)
+            return
         for store in plan.stores:
             content: Page
             if store.key[0] < self.groups:
@@ -308,11 +312,10 @@ class FakeWorker:
         self.tiers = None if cache.tiers is None else FakeTiers(cache, self.cells, self.pool)
 
     def move(self, plan: SchedulerOutput, *, fails: bool) -> ModelRunnerOutput | None:
-        """Run a step without rows; None if it fails, before or after its moves begin."""
+        """Run a step without rows; None if it fails."""
+        self.tiers.begin(plan, fails=fails)
         if fails:
-            self.tiers.missed.update(store.key for store in plan.stores)
             return None
-        self.tiers.begin(plan)
         moved = self.tiers.end(wait=True)
         return ModelRunnerOutput(plan.step, [], moved=moved)
 
@@ -321,10 +324,7 @@ class FakeWorker:
     ) -> ModelRunnerOutput | None:
         """Run a step; None if it fails as a whole."""
         if self.tiers is not None:
-            if fails and plan.step % 2:  # moves may have begun
-                self.tiers.missed.update(store.key for store in plan.stores)
-            else:
-                self.tiers.begin(plan)
+            self.tiers.begin(plan, fails=fails and plan.step % 2 == 1)  # else it fails later
         self._apply(plan)
         if fails:
             for slot in plan.slots:

@@ -965,8 +965,10 @@ class Scheduler:
             if not request.finished:
                 deltas.append(self._finish(request, FinishReason.ERROR, now, [], error=error))
         if self.kv.checkpoints is not None:
-            for checkpoint in step.checkpoints:
-                self.kv.checkpoints.free(checkpoint.index)
+            for other in (step, *self.in_flight):  # later ones copy states that it did not compute
+                for copy in [c for c in other.checkpoints if c.request in step.requests]:
+                    other.checkpoints.remove(copy)
+                    self.kv.checkpoints.free(copy.index)
             doubted = self.kv.checkpoints.forget_copies(
                 {target - self.config.max_num_seqs for _, target in plan.state_copies}
             )
