@@ -181,7 +181,9 @@ def test_models_that_cannot_draft_are_refused(tmp_path) -> None:
     refused(without_weights, "spec_model", "model.safetensors: ")
     windows = described(tmp_path / "windows", **WINDOWS)
     random["model"] = windows
-    refused(tiny, "spec_method", "no layers that see every key", **random)
+    refused(tiny, "spec_method", "there are no layers that see every key", **random)
+    random = {"model": tiny, "load_format": "random", "window": 24}
+    refused(tiny, "spec_method", "there are no layers that see every key", **random)
 
 
 def test_a_draft_model_with_windows_and_a_short_context(tmp_path) -> None:

@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         entropies, data, tokens = _measured(arguments, config)
     full = spec.full_layers
     scores = scores_of(options.by, entropies, len(full))
-    sizes = [kv.bytes_per_token for i in full if (kv := spec.kv_specs(1)[i])]
+    sizes = [kv.bytes_per_token for i, kv in enumerate(spec.kv_specs(1)) if kv and i in full]
     allotted = dict(zip(full, allot(scores, sizes, options.bytes, context), strict=True))
     rounded = dict(zip(full, (round(score, 6) for score in scores), strict=True))
     budgets = KVBudgets(

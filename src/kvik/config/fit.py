@@ -535,7 +535,7 @@ def _shared_group(groups: tuple[KVGroup, ...]) -> int:
     for index, group in enumerate(groups):
         if group.visible == ALL_KEYS:
             return index
-    owner = "kv_budget leaves" if any(group.budgeted for group in groups) else "the model has"
+    owner = "kv_budget leaves" if any(group.budgeted for group in groups) else "there are"
     raise ConfigError(
         "spec_method",
         f"must be a method without keys of its own, as ngram: {owner} no layers that see every key",
