@@ -164,14 +164,21 @@ def test_a_page_is_loaded_while_its_store_has_not_ended(
 
 
 class BrokenPeers:
+    def __init__(self, *pages: np.ndarray) -> None:
+        self.pages = pages
+
     def fetch(self, *request: object) -> Iterator[np.ndarray | None]:
+        yield from self.pages
         raise UnicodeError("label too long")
 
     def close(self) -> None: ...
 
 
-def test_a_load_ends_if_nothing_can_be_fetched_from_its_source(cache: KVCache) -> None:
-    tiers = TierParts(4, peers=BrokenPeers())
+@pytest.mark.parametrize("pages", [(), (np.zeros(1 << 20, np.uint8),)], ids=["none", "too long"])
+def test_a_load_ends_if_nothing_can_be_fetched_from_its_source(
+    cache: KVCache, pages: tuple[np.ndarray, ...]
+) -> None:
+    tiers = TierParts(4, peers=BrokenPeers(*pages))
     mover = mover_on_a_stream([DevicePages(GROUPS[0], cache, SIZE)], tiers)
     source = PageSource("a" * 70, 1, "lease", SIZE)
     mover.begin(plan(0, PageLoad(7, [(key(1), 9, AT_PEER)], source)))

@@ -259,8 +259,9 @@ class StagedPageMover(PageMover):
         try:
             for i, (_, page) in zip(job, self._read(load, job, scratch), strict=True):
                 if page is not None:
-                    good[i] = self._free_row()
-                    self._copies.rows[good[i]][: len(page)] = page
+                    row = self._free_row()
+                    self._copies.rows[row][: len(page)] = page
+                    good[i] = row
         except Exception:
             log.exception("pages could not be loaded")
         seconds = time.monotonic() - started
