@@ -30,7 +30,7 @@ BUDGETS = {
     "quantize": 3310,
     "server": 12030,
     "spec": 5130,
-    "text": 4190,
+    "text": 4230,
     "training": 690,
     "worker": 13150,
     "": 4890,

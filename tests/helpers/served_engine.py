@@ -114,6 +114,9 @@ class FakeExecutor:
             built.set_result(None)
         return self.grammars.get(constraint.source, built)
 
+    def prepare_grammars(self) -> None:
+        pass
+
     def idle_step(self) -> bool:
         return False
 

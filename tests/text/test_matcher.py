@@ -190,6 +190,26 @@ def test_grammars_are_built_once_and_kept(tokenizer: Tokenizer) -> None:
     assert loads == [1]
 
 
+def test_what_the_first_grammar_needs_is_prepared_in_parts(tokenizer: Tokenizer) -> None:
+    built = grammars(tokenizer)
+    for _ in range(4):
+        built.prepare()
+        assert built._part is not None
+        built._part.result(30)
+    assert built._vocabulary is not None
+    part = built._part
+    built.prepare()
+    assert built._part is part  # nothing is left
+    hopeless = grammars(None)
+    hopeless.prepare()
+    failed = hopeless._part
+    assert failed is not None and isinstance(failed.exception(30), ParamError)
+    hopeless.prepare()
+    assert hopeless._part is failed  # it does not try again
+    with pytest.raises(ParamError, match="needs a tokenizer"):
+        hopeless.matcher(checked({"regex": "a"}, tokenizer), [])
+
+
 def test_a_grammar_asked_for_again_outlives_others(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

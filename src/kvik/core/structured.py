@@ -109,6 +109,11 @@ class TextMatcher(Protocol):
 class Grammars(Protocol):
     """The grammars of an engine."""
 
+    def prepare(self) -> None:
+        """Begin the next part of what the first grammar needs, in a thread. A part may keep other
+        threads from running: of 150,000 tokens for 0.4 s. Errors are left to the first grammar."""
+        ...
+
     def begin(self, constraint: Constraint) -> Future[object]:
         """Begin to build a grammar. The future raises the errors of `matcher`."""
         ...

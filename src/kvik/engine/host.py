@@ -255,8 +255,9 @@ class EngineHost:
                 if timeout is None:
                     self._loop.look_at_memory()
                 bodies = self._socket.receive(LOOK_SECONDS if timeout is None else timeout)
-                if timeout is None and not bodies:
-                    continue  # nothing arrived, so there is no step to compute
+                if timeout is None and not bodies:  # nothing arrived: there is no step to compute
+                    self._loop.executor.prepare_grammars()
+                    continue
                 for body in bodies:
                     self._take(body)
                 self._step()

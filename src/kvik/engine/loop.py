@@ -85,6 +85,10 @@ class Executor(Protocol):
         `KvikError` if it cannot be built."""
         ...
 
+    def prepare_grammars(self) -> None:
+        """Use idle time to begin the next part of what the first `build_grammar` needs."""
+        ...
+
     def idle_step(self) -> bool:
         """Use idle time to make later steps faster.
 

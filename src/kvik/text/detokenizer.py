@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer as Library
+from tokenizers.decoders import ByteLevel
 
 from kvik.errors import ModelError, brief
 
@@ -145,6 +146,10 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = _byte_alphabet()
+# Each character of the alphabet -> the character of its byte; others below 256 -> one above.
+_AS_LATIN_1 = str.maketrans(
+    {chr(byte): "\u0100" for byte in range(256)} | {c: chr(b) for c, b in _ALPHABET.items()}
+)
 
 
 @contextmanager
@@ -170,6 +175,7 @@ class TokenTexts:
     def __init__(self, library: Library) -> None:
         _check_decoder(library)
         self._library = library
+        self._byte_level = isinstance(library.decoder, ByteLevel)
         self._cache: dict[int, str | bytes] = {}
 
     def of(self, token: int) -> str | bytes:
@@ -199,6 +205,8 @@ class TokenTexts:
         name = self._library.id_to_token(token)
         if name is None:
             return ""
+        if self._byte_level:
+            return _byte_level_piece(name)
         text = self.decode([token])
         if REPLACEMENT in text:
             match = _BYTE_TOKEN.fullmatch(name)
@@ -207,6 +215,19 @@ class TokenTexts:
             if all(char in _ALPHABET for char in name):
                 return bytes(_ALPHABET[char] for char in name)
         return self.decode([token, token])[len(text) :]  # the second one is not the first
+
+
+def _byte_level_piece(name: str) -> str | bytes:
+    """Return a token's text, or its bytes, as the library's `ByteLevel` decodes it, but faster: a
+    grammar needs all tokens."""
+    try:
+        data = name.translate(_AS_LATIN_1).encode("latin-1")
+    except UnicodeEncodeError:  # a character is not of the alphabet, so it is text
+        return name
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
 
 
 class Detokenizer:

@@ -9,6 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -147,12 +148,22 @@ class BuiltGrammars(Grammars):
     def __init__(self, load: Callable[[], Tokenizer | None], vocab_size: int) -> None:
         self._load = load
         self._vocab_size = vocab_size
-        self._loading = threading.Lock()
+        self._loading = threading.RLock()  # of the next three
+        self._tokenizer: Tokenizer | None = None
+        self._tokens: TokenBytes | None = None
         self._vocabulary: GrammarVocabulary | None = None
         self._lock = threading.Lock()  # of the fields below; held only briefly
         self._built: OrderedDict[str, Any] = OrderedDict()  # by grammar, the oldest first
         self._built_bytes = 0
         self._builder: ThreadPoolExecutor | None = None
+        self._part: Future[None] | None = None  # the last one that `prepare` began
+
+    def prepare(self) -> None:
+        """See `Grammars.prepare`."""
+        part = self._part
+        if self._vocabulary is None and (part is None or (part.done() and not part.exception())):
+            with self._lock:
+                self._part = self._thread().submit(self._load_part)
 
     def begin(self, constraint: Constraint) -> Future[object]:
         """See `Grammars.begin`."""
@@ -162,9 +173,7 @@ class BuiltGrammars(Grammars):
                 done: Future[object] = Future()
                 done.set_result(built)
                 return done
-            if self._builder is None:
-                self._builder = _builder()
-            return self._builder.submit(self._start, constraint.source)
+            return self._thread().submit(self._start, constraint.source)
 
     def matcher(
         self, constraint: Constraint, stop_ids: Sequence[int], output: Sequence[int] = ()
@@ -190,17 +199,30 @@ class BuiltGrammars(Grammars):
                 self._built_bytes -= _size(self._built.popitem(last=False)[0])
         return start
 
+    def _thread(self) -> ThreadPoolExecutor:
+        """Return the executor of the building thread; the caller holds the lock."""
+        if self._builder is None:
+            self._builder = _builder()
+        return self._builder
+
     def _known_vocabulary(self) -> GrammarVocabulary:
         with self._loading:
-            if self._vocabulary is None:
-                tokenizer = self._load()
-                if tokenizer is None:
-                    raise ParamError(FIELD, "needs a tokenizer, and this model has none")
-                self._vocabulary = GrammarVocabulary(
-                    TokenBytes.of(tokenizer, self._vocab_size),
-                    lambda text: tokenizer.encode(text, add_special_tokens=False),
-                )
+            while self._vocabulary is None:
+                self._load_part()
             return self._vocabulary
+
+    def _load_part(self) -> None:
+        """Do the next part of loading the vocabulary, if any is left."""
+        with self._loading:
+            if self._tokenizer is None:
+                self._tokenizer = self._load()
+                if self._tokenizer is None:
+                    raise ParamError(FIELD, "needs a tokenizer, and this model has none")
+            elif self._tokens is None:
+                self._tokens = TokenBytes.of(self._tokenizer, self._vocab_size)
+            elif self._vocabulary is None:
+                encode = partial(self._tokenizer.encode, add_special_tokens=False)
+                self._vocabulary = GrammarVocabulary(self._tokens, encode)
 
 
 def _size(grammar: str) -> int:

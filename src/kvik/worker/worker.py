@@ -239,6 +239,10 @@ class Worker:
             if processes is not None:
                 processes.ask(LoadAdapter(slot, adapter))
 
+    def prepare_grammars(self) -> None:
+        if self._grammars is not None:
+            self._grammars.prepare()
+
     def build_grammar(self, constraint: Constraint) -> Future[object]:
         if self._grammars is None:
             raise ParamError("structured", "this engine has no grammars")
