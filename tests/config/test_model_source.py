@@ -135,6 +135,21 @@ def test_a_gguf_file_is_a_model(tmp_path: Path, hub: list[Any]) -> None:
     assert not hub
 
 
+def test_a_link_to_a_folder_names_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "snapshots" / "4f7e"
+    folder.mkdir(parents=True)
+    (tmp_path / "prod").symlink_to(folder)
+    (tmp_path / "links").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in ("prod", "./prod/", f"{tmp_path}/links/prod"):
+        assert find_model(name) == tmp_path.resolve() / "prod", name
+        assert model_name(find_model(name)) == "prod"
+    monkeypatch.chdir("prod")
+    assert find_model(".") == folder.resolve()
+
+
 def test_a_folder_with_a_gguf_file(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").touch()
     assert find_model(str(tmp_path)) == tmp_path.resolve() / "a.gguf"

@@ -61,7 +61,9 @@ def find_model(model: str, *, weights: bool = True, revision: str | None = None)
     if not model:
         return BUNDLED
     if os.path.isdir(path):
-        return _in_folder(Path(path).resolve())
+        folder = Path(path)
+        named = folder.parent.resolve() / folder.name  # not resolved: a link keeps its name
+        return _in_folder(named if folder.is_symlink() else folder.resolve())
     if os.path.exists(path):
         if os.path.isfile(path) and is_gguf(Path(path)):
             return Path(path).absolute()  # not resolved: a link keeps its name
