@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -67,9 +68,14 @@ class FakeServer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._loop.call_soon_threadsafe(self._stopped.set)
+        self.stop()
         self._thread.join(10)
         assert not self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Close all connections and take no more."""
+        with suppress(RuntimeError):  # it has stopped
+            self._loop.call_soon_threadsafe(self._stopped.set)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

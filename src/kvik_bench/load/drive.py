@@ -15,8 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvik.errors import ConfigError
 from kvik.planner.serving import Slo
-from kvik_bench.load.metrics import INTERRUPTED, RequestRecord
+from kvik_bench.load.metrics import CONNECT, INTERRUPTED, RequestRecord
 from kvik_bench.load.workload import LoadConversation, LoadRequest, LoadWorkload
 
 
@@ -33,6 +34,7 @@ class Target(Protocol):
 
 
 FAILURE_PAUSE = 0.1  # seconds
+MAX_UNCONNECTED = 5  # requests in a row without a connection; then the server is lost
 START_GAP = 0.001  # seconds: about the client's time to open a connection and send
 LOOP_LAG_PERIOD = 0.02  # seconds between samples of the event loop's delay
 
@@ -193,10 +195,15 @@ async def drive(
 
     Args:
         think_time: seconds between the turns of a conversation.
+
+    Raises:
+        ConfigError: the server is lost: it takes no more connections.
     """
     loop = asyncio.get_running_loop()
+    unconnected = 0  # requests since the last one that was sent
 
     async def talk(conversation: LoadConversation, due: float, delay: float) -> bool:
+        nonlocal unconnected
         answers: list[str] = []
         for _ in conversation.turns:
             request = conversation.request(answers)
@@ -219,6 +226,10 @@ async def drive(
             log.finished += 1
             log.failed += not record.completed
             log.output_tokens += record.num_output_tokens
+            unconnected = unconnected + 1 if record.error == CONNECT else 0
+            if unconnected == MAX_UNCONNECTED:
+                reason = f"{unconnected} requests in a row could not connect ({record.detail})"
+                raise ConfigError("url", f"the server is lost: {reason}")
             if answer is None:
                 return False
             answers.append(answer)
@@ -232,6 +243,8 @@ async def drive(
     cpu = time.process_time()
     try:
         await load.run(talk, workload, budget)
+    except* ConfigError as group:
+        raise group.exceptions[0] from None
     finally:
         log.ended = loop.time()
         log.cpu_seconds = time.process_time() - cpu

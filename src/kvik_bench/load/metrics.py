@@ -19,6 +19,7 @@ from kvik_bench.report.result import Measure
 
 # The error of a request that the client ended early because the run was stopped.
 INTERRUPTED = "interrupted"
+CONNECT = "connect"  # no connection could be opened
 
 
 @dataclass(slots=True)

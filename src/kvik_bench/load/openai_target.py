@@ -23,7 +23,7 @@ from kvik.cli.openai_stream import (
     error_message,
 )
 from kvik.errors import ConfigError
-from kvik_bench.load.metrics import RequestRecord
+from kvik_bench.load.metrics import CONNECT, RequestRecord
 from kvik_bench.load.workload import Content, LoadRequest
 
 
@@ -260,9 +260,9 @@ class OpenAITarget:
             record.fail(error.kind, error.detail)
         except TimeoutError as error:
             connecting = isinstance(error, aiohttp.ConnectionTimeoutError)
-            record.fail("connect" if connecting else "timeout", str(error))
+            record.fail(CONNECT if connecting else "timeout", str(error))
         except aiohttp.ClientConnectorError as error:
-            record.fail("connect", str(error))
+            record.fail(CONNECT, str(error))
         except (aiohttp.ClientError, OSError) as error:
             record.fail("connection lost", f"{type(error).__name__} {error}".strip())
         return answer.text if record.completed else None
@@ -337,7 +337,7 @@ async def accepted(
         record = RequestRecord(request.prompt_tokens, now, now)
         await OpenAITarget(server, session).send(request, record)
         error = record.error or ""
-        if error == "connect":
+        if error == CONNECT:
             raise ConfigError("url", f"{server.url} cannot be reached: {record.detail}")
         if error not in REFUSALS:
             return server

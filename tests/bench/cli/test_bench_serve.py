@@ -31,7 +31,7 @@ from kvik.cli.main import main
 from kvik.config.model_source import BUNDLED
 from kvik.text.tokenizer import Tokenizer
 from kvik_bench.cli.serve import Progress
-from kvik_bench.load.drive import RunLog
+from kvik_bench.load.drive import MAX_UNCONNECTED, RunLog
 from kvik_bench.report.result import Result, Row
 
 
@@ -194,6 +194,24 @@ def test_a_run_in_which_everything_failed_is_a_failure(
     assert "3 of 3 requests failed" in capsys.readouterr().out
     (row,) = read_result((tmp_path / "r.json").read_bytes()).rows
     assert row.facts["requests"] == "0 completed, 3 failed"
+
+
+@pytest.mark.parametrize("load", [("--concurrency", "3"), ("--rate", "200")])
+def test_a_lost_server_ends_the_run_with_its_measurements(
+    load: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def dies(request: Received) -> Reply:
+        if len(fake.requests) > 60:
+            fake.stop()
+            return Reply([b""], close=True)
+        return reply(request)
+
+    with FakeServer(dies) as fake:
+        words = ["--num-requests", "500", "--output-tokens", "2", *load]
+        result = bench(fake, tmp_path, *words, code=2)
+    completed, failed = map(int, re.findall(r"\d+", result.rows[0].facts["requests"]))
+    assert completed >= 5 and MAX_UNCONNECTED <= failed < 200
+    assert "kvik: error: --url: the server is lost: 5 requests in a" in capsys.readouterr().err
 
 
 def test_a_server_that_has_seen_the_prompts(tmp_path: Path) -> None:
