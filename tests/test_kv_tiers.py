@@ -133,18 +133,20 @@ def test_a_disk_that_does_not_answer_keeps_no_request_waiting(
 
 
 def damage(path: Path, rng: random.Random) -> None:
+    """Damage a file that may have been damaged before, and that the engine may be deleting."""
     kind = rng.randrange(4)
-    data = bytearray(path.read_bytes())
-    if kind == 0:
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    elif kind == 1:
-        del data[rng.randrange(len(data)) :]
-    elif kind == 2:
-        data[64:] = bytes(len(data) - 64)
-    else:
-        path.unlink()
-        return
-    path.write_bytes(data)
+    with suppress(FileNotFoundError):
+        data = bytearray(path.read_bytes())
+        if kind == 3 or not data:
+            path.unlink()
+            return
+        if kind == 0:
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            del data[rng.randrange(len(data)) :]
+        else:
+            data[64:] = bytes(len(data[64:]))
+        path.write_bytes(data)
 
 
 @pytest.mark.parametrize("name", ["bundled", "states"])
