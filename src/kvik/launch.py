@@ -302,7 +302,8 @@ def load_worker(
             fill_cache(resolved)
         if stages is not None:
             stages.load()
-        memory, grammars = start_up.memory(), grammars_of(resolved)
+        memory = start_up.memory()
+        grammars = None if resolved.model.encoder else grammars_of(resolved)  # they write no text
         with nullcontext() if ranks is None else ranks.loading() as setup:
             worker = Worker(
                 resolved,

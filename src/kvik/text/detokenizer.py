@@ -186,7 +186,7 @@ class TokenTexts:
         """
         piece = self._cache.get(token)
         if piece is None:
-            piece = self._cache[token] = self._find(token)
+            piece = self._cache[token] = self.find(token)
         return piece
 
     def join(self, ids: Sequence[int]) -> str | None:
@@ -201,7 +201,8 @@ class TokenTexts:
         with panics_are_errors():
             return self._library.decode(ids, skip_special_tokens=False)
 
-    def _find(self, token: int) -> str | bytes:
+    def find(self, token: int) -> str | bytes:
+        """Return the same as `of`, without keeping it."""
         name = self._library.id_to_token(token)
         if name is None:
             return ""

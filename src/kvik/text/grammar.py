@@ -249,7 +249,7 @@ class TokenBytes:
         """
         markup = {*tokenizer.special_ids, *tokenizer.markup_ids.values()}
         special = sorted(i for i in markup if i < vocab_size)
-        texts = [tokenizer.token_bytes(i) for i in range(vocab_size)]
+        texts = tokenizer.bytes_of_all(vocab_size)
         for i in special:
             texts[i] = b"\xff" + tokenizer.token(i).encode()  # no text has the byte 255
         return cls(texts, special)

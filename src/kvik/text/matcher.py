@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvik.core.structured import Constraint, Grammars, TextMatcher
 from kvik.errors import ParamError, brief
-from kvik.text.grammar import FIELD, GrammarVocabulary, TokenBytes
+from kvik.text.grammar import FIELD, GrammarVocabulary, TokenBytes, library
 
 if TYPE_CHECKING:
     from kvik.text.tokenizer import Tokenizer
@@ -215,6 +215,7 @@ class BuiltGrammars(Grammars):
         """Do the next part of loading the vocabulary, if any is left."""
         with self._loading:
             if self._tokenizer is None:
+                library()  # without it, nothing is loaded
                 self._tokenizer = self._load()
                 if self._tokenizer is None:
                     raise ParamError(FIELD, "needs a tokenizer, and this model has none")

@@ -183,6 +183,12 @@ class Tokenizer:
         piece = self._token_texts.of(token_id)
         return piece if isinstance(piece, bytes) else piece.encode()
 
+    def bytes_of_all(self, count: int) -> list[bytes]:
+        """Return `token_bytes` of the first `count` ids."""
+        pieces = map(self._token_texts.find, range(min(count, self.vocab_size)))
+        texts = [piece if isinstance(piece, bytes) else piece.encode() for piece in pieces]
+        return texts + [b""] * (count - len(texts))
+
     def new_stream(
         self,
         prompt_ids: Sequence[int],
