@@ -88,6 +88,32 @@ def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
     ]
 
 
+def test_log_probabilities(client: openai.OpenAI) -> None:
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "temperature": 0}
+    whole, (events, last) = ask(client, **asked), streamed(client, **asked)
+    (part,) = whole.output[0].content
+    assert "".join(token.token for token in part.logprobs) == part.text
+    chat = client.chat.completions.create(
+        model="stories",
+        messages=[{"role": "user", "content": ASKED}],
+        max_tokens=60,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+    )
+    expected = [token.model_dump() for token in chat.choices[0].logprobs.content]
+    assert [token.model_dump() for token in part.logprobs] == expected and len(expected) == 60
+    type(whole).model_validate(whole.to_dict(mode="json"))
+    assert last.output[0].content[0].logprobs == part.logprobs
+    for kind in ("delta", "done"):
+        parts = [event for event in events if event.type == f"response.output_text.{kind}"]
+        values = [token.logprob for event in parts for token in event.logprobs]
+        assert values == [token.logprob for token in part.logprobs]
+    bare = ask(client, include=["message.output_text.logprobs"], max_output_tokens=2)
+    assert [token.top_logprobs for token in bare.output[0].content[0].logprobs] == [[], []]
+
+
 def test_the_client_gathers_a_stream(client: openai.OpenAI) -> None:
     tools: list[Any] = [FUNCTION]
     with client.responses.stream(
@@ -233,6 +259,8 @@ def test_a_schema(client: openai.OpenAI) -> None:
         ({"max_completion_tokens": 5}, "max_completion_tokens"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"thinking_token_budget": 5}, "thinking_token_budget"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"], "tools": [FUNCTION]}, "include"),
     ],
 )
 def test_what_is_refused(client: openai.OpenAI, body: dict[str, Any], param: str) -> None:

@@ -17,10 +17,11 @@ from starlette.responses import Response
 
 from kvik.core.sampling_params import MAX_INT32, SamplingParams
 from kvik.core.structured import ANY_OBJECT, Constraint, JsonSchema
+from kvik.core.types import TokenLogprobs
 from kvik.engine.output import RequestOutput, TextDelta
 from kvik.errors import ParamError
 from kvik.server.errors import HttpError, rename_fields
-from kvik.server.openai.answers import usage_of
+from kvik.server.openai.answers import TokenLogprob, TokenNames, usage_of
 from kvik.server.openai.chat import ChatRequest, Effort, effort_variables, own_limit
 from kvik.server.openai.conversation import (
     CalledFunction,
@@ -29,7 +30,14 @@ from kvik.server.openai.conversation import (
     ToolCall,
     conversation_text,
 )
-from kvik.server.openai.requests import Name, TreatmentFields, check_output_fits, generation_request
+from kvik.server.openai.requests import (
+    Logprobs,
+    Name,
+    TreatmentFields,
+    check_logprobs,
+    check_output_fits,
+    generation_request,
+)
 from kvik.server.responses import (
     ResponseFormat,
     generation_response,
@@ -119,6 +127,8 @@ class ResponsesRequest(TreatmentFields, kw_only=True):
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
+    include: list[str] | None = None  # only `LOGPROBS` affects the answer
+    top_logprobs: Logprobs | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     seed: int | None = None
@@ -126,7 +136,6 @@ class ResponsesRequest(TreatmentFields, kw_only=True):
     metadata: dict[str, str] | None = None
 
     client_metadata: Any = None  # this and the following fields do not affect the answer
-    include: Any = None
     safety_identifier: Any = None
     service_tier: Any = None
     stream_options: Any = None
@@ -143,8 +152,8 @@ UNHONOURED: Table = {
     "background": ((False,), "a response ends when its client disconnects"),
     "prompt": ((), "the server keeps no prompts"),
     "max_tool_calls": ((), "the server calls no tools"),
-    "top_logprobs": ((0,), "log probabilities are for /v1/chat/completions"),
 }
+LOGPROBS = "message.output_text.logprobs"
 
 
 SUPPORTED = ("function", "custom", "namespace")
@@ -301,12 +310,13 @@ class OutputItem:
     name: str = ""
     namespace: str | None = None
     text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def part(self, text: str) -> dict[str, Any]:
         """Return the content part of a message or a thought."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self.logprobs}
 
     def shown(self, status: str) -> dict[str, Any]:
         """Return the item in the API's format."""
@@ -383,9 +393,15 @@ async def responses(server: Server, request: Request, body: ResponsesRequest) ->
     }
     changes: dict[str, Any] = {k: value for k, value in fields.items() if value is not None}
     changes["max_tokens"] = body.max_output_tokens or own_limit(defaults)
+    if LOGPROBS in (body.include or ()):
+        changes["logprobs"] = body.top_logprobs or 0
+    elif body.top_logprobs:
+        raise ParamError("top_logprobs", f"needs {LOGPROBS!r} in include")
     params = defaults.with_changes(**changes)
     sent = body.input
     previous, use, prompt = await _prompt(server, request, body)
+    if use is not None and params.logprobs is not None:
+        raise ParamError("include", f"may not have {LOGPROBS!r} together with tools")
     stored, keep = StoredResponse(server.stored.new_id(), previous), None
     if server.stored.max_bytes and body.store is not False:
         items = input_items(body)
@@ -400,11 +416,13 @@ async def responses(server: Server, request: Request, body: ResponsesRequest) ->
     with rename_fields(prompt="input", max_tokens="max_output_tokens"):
         ids = await texts.encode(prompt, add_special_tokens=False)
         check_output_fits(server, len(ids), body.max_output_tokens, "max_output_tokens")
+        check_logprobs(server, [ids], params, "prompt_logprobs", "include")
         prepared = generation_request(body, ids, params, "input", answer)
         # Other servers lack what it continues or refers to.
         prepared = replace(prepared, movable=previous is None and body.input is sent)
         (generation,) = await start_all(server, request, [prepared], stream=body.stream)
-    form = ResponseEvents(model, body, params, answer, stored.id, keep)
+    names = TokenNames(server.texts.tokenizer)
+    form = ResponseEvents(model, body, params, answer, names, stored.id, keep)
     return await generation_response(request, [generation], form, body.stream)
 
 
@@ -623,6 +641,7 @@ class ResponseEvents(ResponseFormat):
         body: ResponsesRequest,
         params: SamplingParams,
         answer: AnswerForm,
+        names: TokenNames,
         response_id: str,
         keep: Callable[[ResponseObject], None] | None,
     ) -> None:
@@ -634,6 +653,8 @@ class ResponseEvents(ResponseFormat):
             for namespace, tool in named_tools(body)
         }
         self._parser = answer.parser()
+        self._names = names
+        self._logprobs: list[TokenLogprob] = []  # that belong to no item yet
         self._items: list[OutputItem] = []
         self._streamed = False  # its items come from the events
         self._number = 0
@@ -641,9 +662,11 @@ class ResponseEvents(ResponseFormat):
     def complete(self, outputs: Sequence[RequestOutput]) -> ResponseObject:
         (output,) = outputs
         if not self._streamed:
+            self._add_logprobs(output.outputs[0].logprobs)
             for delta in self._parser.push(output.text, ends=True):
                 for _ in self._item_events(delta):
                     pass
+            self._take_logprobs()
         status = _status(output)
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return self._ended(self._object(status, self._shown(status), details, self._usage(output)))
@@ -655,6 +678,7 @@ class ResponseEvents(ResponseFormat):
         return b"".join(self._event({"type": kind, "response": start}) for kind in kinds)
 
     def events(self, position: int, delta: TextDelta) -> Iterator[bytes]:
+        self._add_logprobs(delta.logprobs)
         for part in self._parser.push(delta.text, ends=delta.finish_reason is not None):
             for event in self._item_events(part):
                 yield self._event(event)
@@ -740,8 +764,22 @@ class ResponseEvents(ResponseFormat):
         if item.kind in ("message", "reasoning"):
             event["content_index"] = 0
         if kind.startswith("response.output_text"):
-            event["logprobs"] = []
+            taken = self._take_logprobs()
+            event["logprobs"] = item.logprobs if kind.endswith(".done") else taken
         return event | fields
+
+    def _add_logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> None:
+        if self._params.logprobs is not None:
+            self._logprobs += self._names.chat(logprobs or ()).content
+
+    def _take_logprobs(self) -> list[TokenLogprob]:
+        """Return the log probabilities that belong to no item, and add them to the current one if
+        it is a message."""
+        taken: list[TokenLogprob] = []
+        if self._items and self._items[-1].kind == "message":
+            taken, self._logprobs = self._logprobs, taken
+            self._items[-1].logprobs += taken
+        return taken
 
     def _event(self, event: dict[str, Any]) -> bytes:
         event = event | {"sequence_number": self._number}
