@@ -21,6 +21,7 @@ from kvik.errors import ParamError
 from kvik.server.tools import AnswerForm, Function, ToolUse
 from kvik.text.answer_format import MarkedFormat
 from kvik.text.dialects import DIALECTS, ToolFormat
+from kvik.text.tokenizer import Tokenizer
 
 PROMPTS = ["Once upon a time", "The fox", "A list:"]
 
@@ -33,8 +34,14 @@ class Animal(BaseModel):
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(device="cpu", threads=1, max_model_len=512, max_num_seqs=16) as made:
+    load, loads = Tokenizer.load, list[object]()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        LLM(device="cpu", threads=1, max_model_len=512, max_num_seqs=16) as made,
+    ):
+        patch.setattr(Tokenizer, "load", lambda path: loads.append(path) or load(path))
         yield made
+    assert not loads  # grammars share the tokenizer of the frontend
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.nightly)])

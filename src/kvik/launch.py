@@ -86,6 +86,8 @@ def shared_vocabulary(target: Tokenizer, draft: Tokenizer) -> tuple[int, ...] | 
 
 log = logging.getLogger(START_LOG)
 
+LoadTokenizer = Callable[[], Tokenizer | None]  # None: the model has none
+
 QUICKLY_LOADED = 4 << 30  # bytes of weights
 
 
@@ -175,7 +177,7 @@ def start(resolved: ResolvedConfig, *, record: Path | None = None) -> Engine:
         if early_tokenizer is not None:
             early_tokenizer.result()
         reading = early_tokenizer or aside.submit(load_tokenizer, resolved)
-        loop = load_loop(resolved, record, ahead)
+        loop = load_loop(resolved, record, ahead, tokenizer=reading.result)
         try:
             tokenizer = reading.result()
         except BaseException:
@@ -207,6 +209,7 @@ def load_loop(
     record: Path | None = None,
     ahead: EarlyStart | None = None,
     token: bytes = b"",
+    tokenizer: LoadTokenizer | None = None,
 ) -> EngineLoop:
     """Load the engine alone, without what a frontend needs. Raises the errors of `start`.
 
@@ -214,6 +217,7 @@ def load_loop(
         record: see `start`.
         ahead: the early start, if torch was imported after it; None: starts now.
         token: see `Worker`.
+        tokenizer: returns that of a frontend in this process, for grammars; None: they load one.
     """
     runner, tiers = resolved.runner, resolved.cache.tiers
     if tiers is not None and (tiers.peers or tiers.lends) and not token:
@@ -226,7 +230,7 @@ def load_loop(
     memory = MemoryWatch(resolved.memory.limit) if runner.kernels == "native" else None
     core = EngineCore(resolved)
     if record is None:
-        worker = load_worker(resolved, ahead=ahead, token=token)
+        worker = load_worker(resolved, ahead=ahead, token=token, tokenizer=tokenizer)
         loop = EngineLoop(core, worker, time.monotonic, memory=memory)
         loop.find_pages()
         return loop
@@ -234,7 +238,7 @@ def load_loop(
     from kvik.engine.recorder import ClockTape, Recorder  # imports msgspec
 
     tape = ClockTape(time.monotonic)
-    worker = load_worker(resolved, tape, ahead, token=token)
+    worker = load_worker(resolved, tape, ahead, token=token, tokenizer=tokenizer)
     recorder = Recorder(record, resolved, tape)
     loop = EngineLoop(core, worker, time.monotonic, [recorder], memory)
     loop.find_pages()
@@ -287,11 +291,12 @@ def load_worker(
     ahead: EarlyStart | None = None,
     *,
     token: bytes = b"",
+    tokenizer: LoadTokenizer | None = None,
     replays: bool = False,
     computed: ComputedPages | None = None,
 ) -> Worker:
-    """Load the model alone, for a caller that plans the steps itself. For `ahead` see `load_loop`,
-    for `token`, `replays` and `computed` see `Worker`."""
+    """Load the model alone, for a caller that plans the steps itself. For `ahead` and `tokenizer`
+    see `load_loop`, for `token`, `replays` and `computed` see `Worker`."""
     with uncollected(), ahead or EarlyStart(resolved) as start_up:
         from kvik.worker.loading import fill_cache
         from kvik.worker.worker import Worker
@@ -303,7 +308,9 @@ def load_worker(
         if stages is not None:
             stages.load()
         memory = start_up.memory()
-        grammars = None if resolved.model.encoder else grammars_of(resolved)  # they write no text
+        grammars = None  # encoders write no text
+        if not resolved.model.encoder:
+            grammars = grammars_of(resolved, tokenizer)
         with nullcontext() if ranks is None else ranks.loading() as setup:
             worker = Worker(
                 resolved,
@@ -320,14 +327,13 @@ def load_worker(
         return worker
 
 
-def grammars_of(resolved: ResolvedConfig) -> Grammars:
-    """Return the grammars of structured outputs. The first one used loads the tokenizer."""
+def grammars_of(resolved: ResolvedConfig, tokenizer: LoadTokenizer | None = None) -> Grammars:
+    """Return the grammars of structured outputs. For `tokenizer` see `load_loop`."""
     from kvik.text.matcher import BuiltGrammars  # imports numpy
 
     files = model_files(Path(resolved.runner.model_path))
-    return BuiltGrammars(
-        lambda: files.tokenizer() if files.has_tokenizer() else None, resolved.model.vocab_size
-    )
+    load = tokenizer or (lambda: files.tokenizer() if files.has_tokenizer() else None)
+    return BuiltGrammars(load, resolved.model.vocab_size)
 
 
 def play(
