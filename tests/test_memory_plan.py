@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import islice, product
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,9 @@ SMALL = model_config(
 LLAMA_1B = PUBLIC["llama-3.2-1b"]
 
 # Uses all kinds of memory: all blocks of the cache at once, a step of the most tokens, sampling
-# with every rule, and prompt logprobs.
+# with every rule, prompt logprobs and, if there is a tokenizer, a grammar.
 SCRIPT = """
-import json, sys
+import json, pathlib, sys
 from kvik import LLM, SamplingParams
 
 def status(field):
@@ -78,6 +78,8 @@ with LLM(sys.argv[1], device="cpu", threads=2, enable_prefix_caching=False,
     drafts = sum(output.num_drafted_tokens for output in outputs)
     scored = [7] * min(300, limits.max_model_len - 1)
     llm.generate([scored], SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1))
+    if (pathlib.Path(sys.argv[1]) / "tokenizer.json").exists():
+        llm.generate([scored], SamplingParams(max_tokens=1, structured={"choice": ["a", "b"]}))
     memory = llm.resolved.memory
     print(json.dumps({"peak": status("VmHWM"), "planned": memory.total, "weights": memory.weights,
                       "activations": memory.activations, "kv_cache": memory.kv_cache,
@@ -115,7 +117,7 @@ def write_tokenizer(folder: Path, entries: int) -> None:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = list(product(letters, letters))
     longer = product(map("".join, pairs), letters)
-    merges = [*pairs, *islice(longer, entries - len(letters) - len(pairs))]
+    merges = [*islice(chain(pairs, longer), entries - len(letters))]
     tokens = [*letters, *map("".join, merges)]
     tokenizer = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -183,6 +185,7 @@ def test_adapters_are_in_memory_once(kernels: str, experts: bool, tmp_path: Path
     pairs = draw_pairs(layers, rank=32)
     count = 100 if experts else 150
     folders = {f"a{i}": str(write_adapter(tmp_path / f"a{i}", pairs)) for i in range(count)}
+    write_tokenizer(tmp_path, config["vocab_size"])
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 1024}
     wishes = {"kernels": kernels, "num_blocks": 300, "dtype": "bfloat16", **sizes}
     found = run(config, tmp_path, adapters=folders, **wishes)
@@ -219,11 +222,11 @@ def test_mapped_weights_are_planned_like_loaded_ones(
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("quantization", "layers", "within"),
-    [  # loading varies by 5 %
+    [  # loading varies by 5 %; tokenizers of real models are larger
         pytest.param("none", 16, 0.05, marks=pytest.mark.nightly),
-        pytest.param("none", 4, 0.1, marks=pytest.mark.nightly),
+        pytest.param("none", 4, 0.15, marks=pytest.mark.nightly),
         pytest.param("int8", 8, 0.1, marks=pytest.mark.nightly),
-        ("int4", 4, 0.1),
+        ("int4", 4, 0.15),
     ],
 )
 def test_the_plan_matches_the_peak_of_a_large_model(
