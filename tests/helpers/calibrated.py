@@ -288,7 +288,7 @@ def save_multiplied_out(folder: Path, results: Iterable[BlockResult], to: Path) 
                 tensors[f"{layer.name}.weight"] = (w.t() if transposed else w).contiguous()
                 scope, experts, _ = layer.name.partition(".experts.")
                 if experts:  # the source may have stored them as one tensor
-                    for name in ("down_proj", "gate_up_proj"):
+                    for name in ("down_proj", "gate_up_proj", "mlp.w1", "mlp.v1", "mlp.w2"):
                         tensors.pop(f"{scope}{experts}{name}", None)
                 scope, _, expert = layer.name.rpartition(".")
                 if expert.isdecimal():

@@ -78,8 +78,10 @@ def test_in_eight_bits_the_model_is_the_same(tmp_path: Path, family: str, method
     ids = tokens(24, seed=5)
     expected = PagedModel(tmp_path / "model").logits(ids)
     found = PagedModel(tmp_path / "after").logits(ids)
-    # Random delta nets double the effect of noise in weights on the logits.
-    bound = 0.08 if family in ("Qwen3_5", "Qwen3Next", "GraniteMoeHybrid") else 0.04
+    # Random states double the effect of noise in weights on the logits.
+    bound = (
+        0.08 if any(layer.state for layer in read_model_spec(tmp_path / "model").layers) else 0.04
+    )
     assert float((found - expected).norm() / expected.norm()) < bound
     assert all(layer.on_inputs for result in results for layer in result.layers)
     rounded = [la for result in results for la in result.layers if la.quantised is not None]
