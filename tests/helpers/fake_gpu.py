@@ -257,7 +257,7 @@ def on_gpu(kernels: str, attention: str) -> Iterator[None]:
         config: ResolvedConfig,
         clock: Callable[[], float] = time.monotonic,
         ahead: object = None,
-        token: bytes = b"",
+        **options: object,
     ) -> Worker:
         return Worker(placed(config), clock, grammars=launch.grammars_of(config))
 
