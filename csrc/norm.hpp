@@ -1,6 +1,6 @@
 // Normalisation. Sums are taken in fp32 in an order that depends only on `dim`; one thread computes a row.
-// Weight and bias have the dtype of x, except that rms_norm's weight may be fp32. y may be x. And what else needs such
-// sums.
+// Weight and bias have the dtype of x, except that rms_norm's weight may be fp32. y may be x.
+// `rescaled` and `activate_top` need the same sums.
 #pragma once
 
 #include <cmath>

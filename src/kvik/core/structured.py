@@ -111,7 +111,8 @@ class Grammars(Protocol):
 
     def prepare(self) -> None:
         """Begin the next part of what the first grammar needs, in a thread. A part may keep other
-        threads from running: of 150,000 tokens for 0.4 s. Errors are left to the first grammar."""
+        threads from running, the longer the larger the vocabulary. Errors are left to the first
+        grammar."""
         ...
 
     def begin(self, constraint: Constraint) -> Future[object]:

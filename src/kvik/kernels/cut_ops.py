@@ -103,8 +103,8 @@ class DividedMatrices:
             return self._of_rows(spec, [(0, spec.outputs)])
         if spec.expert is not None and self._whole_experts:
             number, count = spec.expert
-            is_here = number in range(*share_of(count, rank, size))
-            return self._of_rows(spec, [(0, spec.outputs)] if is_here else [])
+            first, end = whole_experts_of(self._group, count)
+            return self._of_rows(spec, [(0, spec.outputs)] if first <= number < end else [])
         if between is not None and self.fast:
             inputs_of_ranks = [between.of_rank(other, size) for other in range(size)]
             if not between.read:
@@ -260,15 +260,11 @@ class UndividedExperts:
 
     def expert_set(self, up: Sequence[Matrix], down: Sequence[Matrix]) -> ExpertSet:
         """See `Ops.expert_set`."""
-        first, end = self._numbers(len(up))
+        first, end = whole_experts_of(self._group, len(up))
         ups, downs = (
             [part_of(matrix).local for matrix in matrices[first:end]] for matrices in (up, down)
         )
         return ExpertSet(tuple(up), tuple(down), self._ops.expert_set(ups, downs))
-
-    def _numbers(self, count: int) -> tuple[int, int]:
-        """Return the first expert of this process and the end."""
-        return share_of(count, self._group.rank, self._group.size)
 
     def experts(
         self,
@@ -280,13 +276,18 @@ class UndividedExperts:
     ) -> Tensor:
         """See `Ops.experts`."""
         assert isinstance(experts.data, ExpertSet)
-        first, end = self._numbers(len(experts.up))
+        first, end = whole_experts_of(self._group, len(experts.up))
         for matrix in (*experts.up[first:end], *experts.down[first:end]):
             part_of(matrix).ready(matrix)
         inside = (ids >= first) & (ids < end)
         local = replace(experts.data, weigh_inputs=experts.weigh_inputs)
         made = self._ops.experts(x, (ids - first).where(inside, -1), weights, local, None)
         return self._group.add_up(made, residual, x.dtype)
+
+
+def whole_experts_of(group: TorchGroup, count: int) -> tuple[int, int]:
+    """Return the first of `count` whole experts that this process has, and the end."""
+    return share_of(count, group.rank, group.size)
 
 
 def _spread_out(made: Tensor, columns: Runs, width: int) -> Tensor:

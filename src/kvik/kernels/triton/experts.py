@@ -287,7 +287,7 @@ class TritonExperts:
             return x.new_empty(0, experts.outputs)
         count = len(experts.up)
         up, down = experts.up[0], experts.down[0]
-        # Of the others, if processes have whole experts, the pairs are not of this one.
+        # With whole experts, the pairs are those of all experts; this process has some of these.
         _, of_all = up.spec.expert or (0, count)
         up_tile, down_tile = (
             self._tile(matrix, x.dtype, ids.numel(), of_all) for matrix in (up, down)
