@@ -12,6 +12,8 @@
 namespace kvik {
 namespace {
 
+KVIK_INLINE F32 sigmoid(F32 x) { return div(broadcast(1.0f), add(broadcast(1.0f), exp(sub(zero(), x)))); }
+
 // x / (1 + e^-x), relative error below 4e-7. The numerator is cut where the result vanishes, because
 // `exp` is cut there too; so -inf gives (nearly) 0 and NaN stays NaN.
 KVIK_INLINE F32 silu(F32 x) {
@@ -60,6 +62,13 @@ KVIK_INLINE F32 clamped_up(F32 x) {
     return add(max(broadcast(-kSwigluLimit), min(broadcast(kSwigluLimit), x)), broadcast(1.0f));
 }
 
+// SwiGLU of gates up to 10 and factors in [-10, 10] (DeepSeek-V4, Hy4). Infinity is clamped, NaN stays NaN.
+constexpr float kSiluLimit = 10.0f;
+
+KVIK_INLINE F32 limited_gate(F32 x) { return silu(min(broadcast(kSiluLimit), x)); }
+
+KVIK_INLINE F32 limited_up(F32 x) { return max(broadcast(-kSiluLimit), min(broadcast(kSiluLimit), x)); }
+
 // Odd activations multiply gate and up.
 KVIK_INLINE constexpr bool is_paired(int64_t activation) { return activation & 1; }
 
@@ -70,7 +79,7 @@ KVIK_INLINE void with_activation(int64_t activation, const Use& use, std::intege
 }
 template <class Use>
 KVIK_INLINE void with_activation(int64_t activation, const Use& use) {
-    with_activation(activation, use, std::make_integer_sequence<int64_t, kTanh + 1>{});
+    with_activation(activation, use, std::make_integer_sequence<int64_t, kLimitedSwiglu + 1>{});
 }
 
 KVIK_INLINE F32 activated(int64_t activation, F32 x) {
@@ -84,12 +93,14 @@ KVIK_INLINE F32 activated(int64_t activation, F32 x) {
         case kReluSquared: return mul(max(zero(), x), max(zero(), x));
         case kClampedSwiglu: return clamped_gate(x);
         case kTanh: return tanh(x);
+        case kLimitedSwiglu: return limited_gate(x);
         default: return x;
     }
 }
 
 // The factor of the gate.
 KVIK_INLINE F32 factor_of(int64_t activation, F32 up) {
+    if (activation == kLimitedSwiglu) return limited_up(up);
     return activation == kClampedSwiglu ? clamped_up(up) : up;
 }
 

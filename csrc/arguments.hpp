@@ -30,6 +30,7 @@ enum Activation : int64_t {
     kReluSquared = 8,
     kClampedSwiglu = 9,
     kTanh = 10,
+    kLimitedSwiglu = 11,
 };
 // The function of the gate that `gated` multiplies x by.
 enum Gate : int64_t { kGateNone = 0, kGateSilu = 1, kGateSigmoid = 2, kGateSoftplus = 3 };
@@ -76,6 +77,12 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     P(x) I(x_stride) I(x_inner_stride) P(like) I(like_stride) P(y) I(y_stride)           \
     I(y_inner_stride) I(rows) I(inner) I(dim) F(least) I(dtype)
 
+// y [rows, columns] fp32 = most * sigmoid(gain * logits / rms(x) + bias) + plus; x [rows, dim], logits [rows, columns]
+// fp32, factors [3, columns] fp32: gains, biases, and most.
+#define KVIK_ARGS_stream_weights(P, I, F)                                                \
+    P(x) I(x_stride) P(logits) I(logits_stride) P(factors) P(y) I(y_stride) I(rows)      \
+    I(dim) I(columns) F(eps) F(plus) I(dtype)
+
 // y [rows, columns] = activation(x), or for an odd activation(x[:, :columns]) * x[:, columns:].
 #define KVIK_ARGS_activate(P, I, F)                                                      \
     P(x) I(x_stride) P(y) I(y_stride) I(rows) I(columns) I(activation) I(dtype)
@@ -110,7 +117,7 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     I(by) I(wide) I(dtype)
 
 // out [rows, sums * dim] = residual + x [rows, parts * dim] weighted: sum s of row r adds, of each part p, weights[r, s *
-// parts + p] times that part. weights fp32.
+// parts + p] times that part. weights fp32; residual may be null.
 #define KVIK_ARGS_weighted_sums(P, I, F)                                                 \
     P(x) I(x_stride) P(weights) I(weights_stride) P(residual) I(residual_stride) P(out)  \
     I(out_stride) I(rows) I(parts) I(sums) I(dim) I(dtype)
@@ -321,7 +328,7 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 
 #define KVIK_KERNELS(K)                                                                  \
     K(rms_norm) K(layer_norm) K(activate) K(xielu) K(scaled) K(clipped) K(softcap)       \
-    K(add) K(rescaled) K(activate_top) K(weighted_sums)                                  \
+    K(add) K(rescaled) K(activate_top) K(weighted_sums) K(stream_weights)                                  \
     K(gather_rows) K(rotations) K(rotary) K(gated) K(causal_conv) K(recurrence)          \
     K(store_kv) K(store_latent) K(load_kv) K(move_kv) K(keep_queries) K(store_index)     \
     K(choose_keys) K(attention) K(linear) K(linear_each) K(route) K(experts)             \

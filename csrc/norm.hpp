@@ -1,6 +1,6 @@
 // Normalisation. Sums are taken in fp32 in an order that depends only on `dim`; one thread computes a row.
 // Weight and bias have the dtype of x, except that rms_norm's weight may be fp32. y may be x.
-// `rescaled` and `activate_top` need the same sums.
+// `rescaled`, `activate_top` and `stream_weights` need the same sums.
 #pragma once
 
 #include <cmath>
@@ -136,6 +136,31 @@ void activate_top_of(const activate_top_args& a, Team& team) {
 
 void activate_top(const activate_top_args& a, Team& team) {
     a.dtype == kBF16 ? activate_top_of<bf16>(a, team) : activate_top_of<float>(a, team);
+}
+
+template <class T>
+void stream_weights_of(const stream_weights_args& a, Team& team) {
+    const float* gains = static_cast<const float*>(a.factors);
+    const float *biases = gains + a.columns, *most = biases + a.columns;
+    const F32 plus = broadcast(float(a.plus));
+    each_range(team, a.rows, rows_worth_a_thread(a.dim), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+            const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+            const float* logits = static_cast<const float*>(a.logits) + row * a.logits_stride;
+            float* y = static_cast<float*>(a.y) + row * a.y_stride;
+            const float square = sum_of<true>(x, a.dim, 0.0f) / float(a.dim);
+            const F32 scale = broadcast(1.0f / sqrtf(square + float(a.eps)));
+            each_vector(0, a.columns, [&](int64_t i, auto n) KVIK_INLINED {
+                const F32 logit = mul(load(logits + i, n), scale);
+                const F32 share = sigmoid(fma(logit, load(gains + i, n), load(biases + i, n)));
+                store(y + i, fma(load(most + i, n), share, plus), n);
+            });
+        }
+    });
+}
+
+void stream_weights(const stream_weights_args& a, Team& team) {
+    a.dtype == kBF16 ? stream_weights_of<bf16>(a, team) : stream_weights_of<float>(a, team);
 }
 
 }  // namespace

@@ -57,12 +57,12 @@ template <class T>
 void weighted_sums_of(const weighted_sums_args& a, Team& team) {
     each_columns(team, a.rows, a.dim, kAddedPerThread / 4, [&](int64_t row, int64_t begin, int64_t end) {
         const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
-        const T* residual = static_cast<const T*>(a.residual) + row * a.residual_stride;
+        const T* residual = a.residual ? static_cast<const T*>(a.residual) + row * a.residual_stride : nullptr;
         const float* weights = static_cast<const float*>(a.weights) + row * a.weights_stride;
         T* out = static_cast<T*>(a.out) + row * a.out_stride;
-        for (int64_t s = 0; s < a.sums; s++, weights += a.parts, residual += a.dim, out += a.dim)
+        for (int64_t s = 0; s < a.sums; s++, weights += a.parts, out += a.dim)
             each_vector(begin, end, [&](int64_t i, auto n) KVIK_INLINED {
-                F32 total = load(residual + i, n);
+                F32 total = residual ? load(residual + s * a.dim + i, n) : zero();
                 for (int64_t p = 0; p < a.parts; p++)
                     total = fma(broadcast(weights[p]), load(x + p * a.dim + i, n), total);
                 store(out + i, total, n);

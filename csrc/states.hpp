@@ -17,8 +17,6 @@
 namespace kvik {
 namespace {
 
-KVIK_INLINE F32 sigmoid(F32 x) { return div(broadcast(1.0f), add(broadcast(1.0f), exp(sub(zero(), x)))); }
-
 // max(x, 0) + log(1 + exp(-|x|)); log(1 + y) = 2 artanh(y / (2 + y)), whose argument is at most 1/3: the first term
 // that is left out is below 1e-8 of the sum.
 KVIK_INLINE F32 softplus(F32 x) {

@@ -87,7 +87,7 @@ def _latent_decode(notes: Notes, time: Timer, name: str, heads: int, ceiling: st
     q = torch.randn(batch, heads, latent + rope, device=DEVICE).bfloat16()
     both = q.split((latent, rope), 2)
     out = q.new_empty(batch, heads, latent)
-    found = time([lambda: latent_attention(*both, vectors, step, SCALE, out)])
+    found = time([lambda: latent_attention(*both, vectors, step, SCALE, None, out)])
     keys = batch * context
     moved = 2.0 * (keys * (latent + rope) + batch * heads * (2 * latent + rope))
     operations = 2.0 * keys * heads * (2 * latent + rope)

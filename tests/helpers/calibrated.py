@@ -206,6 +206,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"v_head_dim": 10, "n_routed_experts": 6, "num_experts_per_tok": 6, "head_dim": 8},
         **{"index_topk": 4096, "gated_norm_rank": 4},
     },
+    "HYV4": {
+        **{**LATENT, **INDEXED, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_rope_head_dim": 8},
+        **{"v_head_dim": 10, "n_routed_experts": 6, "num_experts_per_tok": 6, "head_dim": 8},
+        **{"index_topk": 4096, "hc_mult": 3},
+    },
     "KimiLinear": {
         **KIMI,
         **{"kv_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 10, "linear_head_dim": 16},
@@ -249,6 +254,7 @@ LEFT: dict[str, set[str]] = {
     "OlmoHybrid": {"a_proj", "b_proj"},
     "AXK2": {"gate", "kv_b_proj", "weights_proj", "W_down", "W_up"},
     "GlmMoeDsa": {"gate", "kv_b_proj", "weights_proj"},
+    "HYV4": {"gate", "kv_b_proj", "weights_proj", "linear_gate"},
     "KimiLinear": {
         *("gate", "kv_b_proj", "b_proj"),
         *("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"),

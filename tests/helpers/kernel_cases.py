@@ -222,9 +222,13 @@ def _activations() -> list[Case]:
     def top(rows: int, dim: int, scale: float, deviations: float, m: Maker) -> Arguments:
         return m.normal(rows, 2 * dim, scale=scale), "gelu_tanh_and_mul", deviations
 
-    def weighed(sums: int, parts: int, rows: int, dim: int, m: Maker) -> Arguments:
+    def weighed(sums: int, parts: int, rows: int, dim: int, added: bool, m: Maker) -> Arguments:
         weights = m.normal(rows, sums, parts, dtype=torch.float32)
-        return m.normal(rows, parts * dim), weights, m.normal(rows, sums * dim)
+        return m.normal(rows, parts * dim), weights, m.normal(rows, sums * dim) if added else None
+
+    def streams(rows: int, dim: int, scale: float, m: Maker) -> Arguments:
+        wide = partial(m.normal, dtype=torch.float32)
+        return m.normal(rows, dim, scale=scale), wide(rows, 9)[:, 1:], wide(3, 8), 1e-5, 0.1
 
     every: tuple[Activation, ...] = get_args(Activation)
     cases = []
@@ -237,9 +241,10 @@ def _activations() -> list[Case]:
         for deviations in (-0.3, 1.6):
             case = partial(top, rows, dim, min(scale, 1.0), deviations)
             cases.append(Case("activate_top", f"{deviations}-{name}", case))
-        for sums, parts in ((4, 4), (3, 1), (1, 2)):
-            case = partial(weighed, sums, parts, rows, dim)
+        for sums, parts, added in ((4, 4, True), (3, 1, True), (1, 2, False)):
+            case = partial(weighed, sums, parts, rows, dim, added)
             cases.append(Case("weighted_sums", f"{sums}x{parts}-{name}", case, product=True))
+        cases.append(Case("stream_weights", name, partial(streams, rows, dim, scale)))
         cases.append(Case("softcap", name, partial(capped, rows, dim, scale), written=(0,)))
         for kind in every:
             size = min(scale, 1.0) if kind in ("gelu_tanh_and_mul", "gelu_and_mul") else scale
@@ -310,6 +315,7 @@ def _products() -> list[Case]:
     pairs += [
         (kind, "clamped_swiglu") for kind in kinds if kind[0] in ("float", "mxfp4", "fp8-token")
     ]
+    pairs += [(kind, "limited_swiglu") for kind in kinds if kind[0] in ("float", "int4-32")]
     cases = []
     for (kind, weight, shapes), activation in pairs:
         for shape, bias, residual in zip(

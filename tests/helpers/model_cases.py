@@ -544,6 +544,17 @@ CASES = {
         tie_word_embeddings=True,
         rms_norm_eps=0.1,
     ),
+    "hunyuan-4": case("HYV4", INDEXED, hc_mult=4, learnable_sink_init=0.7),
+    "hunyuan-4-shared": case(
+        "HYV4",
+        INDEXED,
+        hc_mult=3,
+        hc_magnitude=1.3,
+        hc_eps=0.01,
+        indexer_types=["full", "shared", "full"],
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        rms_norm_eps=0.1,
+    ),
     "a.x-k2": case("AXK2", INDEXED, gated_norm_rank=4),
     "falcon-h1": case("FalconH1", BESIDE, H1_FACTORS),
     "falcon-h1-norm": case(

@@ -181,18 +181,30 @@ def save_tiny(folder: Path, family: str, *, seed: int = 0, **options: Any) -> An
     """Make a tiny model, save it to a folder and return the transformers model."""
     model = tiny_model(family, seed=seed, **options)
     model.save_pretrained(folder)
-    if family == "OlmoHybrid":
-        _rename_as_published(folder, model.config)
+    if family in PUBLISHED:
+        _rename_as_published(folder, model.config, PUBLISHED[family])
     return model
 
 
-def _rename_as_published(folder: Path, config: Any) -> None:
-    """transformers 5.23 reads a published OLMo Hybrid, and writes other names, and convolutions in
-    three equal parts."""
-    renamed = {
+# Parts of names that transformers 5.23 writes -> as in published checkpoints, which it reads.
+PUBLISHED = {
+    "OlmoHybrid": {
         "attention_layer_norm": "input_layernorm",
         "feedforward_layer_norm": "post_attention_layernorm",
-    }
+    },
+    "HYV4": {
+        "hc_pre.hc_attn_layer.hc_": "hc_attn_layer.hc_pre.hc_",
+        "hc_pre.hc_mlp_layer.hc_": "hc_mlp_layer.hc_pre.hc_",
+        "hc_pre.hc_head.": "hc_head.",
+        "mlp.linear_gate": "mlp.gate_proj",
+        "shared_experts.linear_gate": "shared_experts.gate_proj",
+    },
+}
+
+
+def _rename_as_published(folder: Path, config: Any, renamed: dict[str, str]) -> None:
+    """Rename tensors; transformers also writes the convolutions of OLMo Hybrid in three equal
+    parts."""
     path = folder / "model.safetensors"
     stored = load_file(path)
     for name in [name for name in stored if ".q_conv1d." in name]:

@@ -119,7 +119,7 @@ FEW_REGISTERS = {
         (64, "pair_inputs combine sort finish word_rows byte_rows gather"),
         (80, "penalize"),
         (96, "largest_of_chunks rotary causal_conv"),
-        (128, "rms_norm layer_norm rescaled activate_top"),
+        (128, "rms_norm layer_norm rescaled activate_top stream_weights"),
         (128, "store blocks coarse bounds settle sums pick shares"),
         (136, "list"),
         (168, "recurrence"),
@@ -363,7 +363,7 @@ def _latent(heads: int) -> Entries:
     runs = runs_of((1,), (1 << 15,))
     step = PagedStep(_i32(2), _i32(1), _i32(1, 2049), None, None, BLOCK_SIZE, None, runs)
     what = f"{heads} heads of 512 + 64, bf16"
-    return _entries(what, latent_attention, q, rope, cache, step, 0.1, torch.empty_like(q))
+    return _entries(what, latent_attention, q, rope, cache, step, 0.1, None, torch.empty_like(q))
 
 
 # Products.
@@ -528,6 +528,9 @@ NORM = (
     *(*_norms(1, 4096), *_norms(1, 16384), *_norms(8, 128)),
     _entries("hidden 2048, bf16", norm.rescaled, _bf16(9, 3, 2048), _bf16(9, 2048), 1e-5),
     _entries("16384, bf16", norm.activate_top, _bf16(9, 32768), "gelu_tanh_and_mul", 1.6),
+    _entries(
+        "4 x 7168, bf16", norm.stream_weights, _bf16(9, 28672), _fp32(9, 8), _fp32(3, 8), 1e-5, 0.0
+    ),
 )
 
 

@@ -14,6 +14,7 @@ from helpers.paged_model import PagedModel
 from helpers.tiny_models import (
     DELTA,
     IMAGE_PREFIXES,
+    INDEXED,
     LATENT,
     reference_logits,
     save_tiny,
@@ -108,6 +109,13 @@ def test_masks_in_old_gpt2_checkpoints_are_ignored(tmp_path: Path) -> None:
         stored[f"{scope}.masked_bias"] = torch.tensor(-1e4)
     save_file(stored, tmp_path / SINGLE)
     ids = tokens(12)
+    expected = reference_logits(reference, ids)
+    torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
+
+
+def test_names_of_residual_streams_as_transformers_writes_them(tmp_path: Path) -> None:
+    reference, ids = tiny_model("HYV4", **INDEXED), tokens(12)
+    reference.save_pretrained(tmp_path)
     expected = reference_logits(reference, ids)
     torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
 

@@ -12,7 +12,7 @@ from helpers.calibrations import calibration, measured_device
 from helpers.optional_native import needs_native
 from helpers.public_configs import config, public_shape
 from helpers.tiny_families import ALL
-from helpers.tiny_models import GEMMA3N, save_tiny
+from helpers.tiny_models import GEMMA3N, INDEXED, save_tiny
 from msgspec import structs
 
 from kvik.config.config import EngineConfig
@@ -32,15 +32,19 @@ from kvik.worker.ranks import Rank
 FAMILIES = (
     *("Llama", "GPT2", "Cohere2", "Qwen3_5", "Lfm2", "Qwen3Moe", "DeepseekV3"),
     *("Gemma4-token-inputs", "Gemma4-key-is-value", "Gemma4-experts", "OPT"),
-    *("GraniteMoeHybrid", "NemotronH", "NemotronH-experts", "FalconH1", "Gemma3n"),
+    *("GraniteMoeHybrid", "NemotronH", "NemotronH-experts", "FalconH1", "Gemma3n", "HYV4"),
 )
-OPT = {"hidden_size": 64, "word_embed_proj_dim": 16, "ffn_dim": 64}
+MORE = {
+    "OPT": {"hidden_size": 64, "word_embed_proj_dim": 16, "ffn_dim": 64},
+    "Gemma3n": GEMMA3N,
+    "HYV4": INDEXED,
+}
 
 
 @needs_native
 @pytest.mark.parametrize("family", FAMILIES)
 def test_exchanges_are_those_that_a_process_records(family: str, tmp_path: Path) -> None:
-    save_tiny(tmp_path, family.partition("-")[0], **{**ALL, "OPT": OPT, "Gemma3n": GEMMA3N}[family])
+    save_tiny(tmp_path, family.partition("-")[0], **{**ALL, **MORE}[family])
     options = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 64}
     wishes = EngineConfig(device="cpu", tensor_parallel_size=2, threads=2, **options)
     resolved = resolve(wishes, read_model_spec(tmp_path), detect(), str(tmp_path))

@@ -74,6 +74,7 @@ SECOND = (
     *("Gemma4", "DeepseekV2", "DeepseekV3", "Lfm2", "Qwen3_5", "Qwen3Next", "GraniteMoeHybrid"),
     *("NemotronH", "Cohere2Moe", "OlmoHybrid", "KimiLinear", "Laguna", "MiMoV2Flash"),
     "Jamba",
+    "HYV4",
 )
 
 
@@ -139,6 +140,7 @@ def test_outputs_do_not_change(tmp_path: Path, family: str, index: int) -> None:
         "OlmoHybrid": (5, 2),
         "GlmMoeDsa": (9,),
         "AXK2": (3,),
+        "HYV4": (5, 3 + 1 + 6 + 2),  # nothing after clamped gates
         "KimiLinear": (5, 3 + 1 + 2 * 6 + 2),
         "Laguna": (5, 3 + 1 + 2 * 6 + 2),
         "Kolibri1": (2 + 1 + 2 * 6 + 2,),

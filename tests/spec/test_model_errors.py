@@ -211,6 +211,10 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
     (of("DeepseekV32", compress_ratios=[4]), "compress_ratios"),
     (of("AXK2", gated_norm_rank=0), "gated_norm_rank"),
     *(
+        (of("HYV4", **{key: value}), key)
+        for key, value in (("swiglu_limit", 7.0), ("hc_mult", 1), ("hc_eps", -1.0))
+    ),
+    *(
         (of("GlmMoeDsa", **{key: value}), key)
         for key, value in (
             *(("indexer_types", kinds) for kinds in (["full"], ["shared"] + ["full"] * 3, [1] * 4)),

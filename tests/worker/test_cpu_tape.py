@@ -14,7 +14,7 @@ import torch
 from helpers.configs import small
 from helpers.optional_native import NATIVE
 from helpers.tiny_families import ALL
-from helpers.tiny_models import GEMMA3N, tiny_config
+from helpers.tiny_models import GEMMA3N, INDEXED, tiny_config
 from torch import Tensor
 
 from kvik import LLM, SamplingParams
@@ -46,7 +46,7 @@ MODELS = (
     *("Llama", "Qwen2", "Phi3", "Glm4", "Falcon-two-norms", WINDOWS, "Cohere2", "Ministral3"),
     *("Gemma2", "Gemma4-token-inputs", "Gemma4-key-is-value", "Gemma4-experts", "Glm4Moe"),
     *("Llama4", "DeepseekV2", "Granite", "GPTNeoX", "Nemotron", "Lfm2", "Qwen3_5", "GPT2"),
-    *("GraniteMoeHybrid", "NemotronH-experts", "FalconH1-norm", "Apertus", "Gemma3n"),
+    *("GraniteMoeHybrid", "NemotronH-experts", "FalconH1-norm", "Apertus", "Gemma3n", "HYV4"),
 )
 FORMATS = [
     ("float32", "none"),
@@ -74,7 +74,7 @@ STEPS: list[tuple[dict[int, int], set[int]]] = [
 
 def save(folder: Path, model: str) -> str:
     """Save the configuration of a family."""
-    families = {**ALL, "Gemma3n": GEMMA3N}
+    families = {**ALL, "Gemma3n": GEMMA3N, "HYV4": {**INDEXED, "hc_mult": 3}}
     tiny_config(model.partition("-")[0], **families[model]).save_pretrained(folder)
     return str(folder)
 

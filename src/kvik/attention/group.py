@@ -111,7 +111,12 @@ class SharedHeads(DividedHeads):
         heads, size = attend.q.shape[1], self._group.size
         shares = [share_of(heads, rank, size) for rank in range(size)]
         rank_heads = slice(*shares[self._group.rank])
-        part = replace(attend, q=attend.q[:, rank_heads], q_rope=attend.q_rope[:, rank_heads])
+        part = replace(
+            attend,
+            q=attend.q[:, rank_heads],
+            q_rope=attend.q_rope[:, rank_heads],
+            spec=attend.spec.of_heads(rank_heads),
+        )
         return self._all_heads(
             self._backend.run_latent(part), shares, apart=attend.spec.local_heads
         )
@@ -168,6 +173,7 @@ class GroupAttention(DividedHeads):
             q=attend.q[:, rank_heads],
             q_rope=attend.q_rope[:, rank_heads],
             k_rope=self._copied(attend.k_rope),
+            spec=attend.spec.of_heads(rank_heads),
         )
         part_out = self._native.run_latent_by(self._ops, part)  # [tokens, rank heads, value]
         out = self._group.take((tokens, heads, part_out.shape[2]), part_out.dtype)

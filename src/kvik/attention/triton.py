@@ -117,7 +117,7 @@ class TritonAttention(AttentionBackend):
             return self.run_chosen(attend, attend.choice)
         q_rope, k_rope = attend.turned(self._ops)
         self.store_latents(attend.latent, k_rope, kv, metadata.layout.slot_mapping)
-        if not metadata.fresh:
+        if not metadata.fresh or attend.spec.options:
             q = attend.up.into_queries(self._ops, attend.q)
             return attend.up.to_values(self._ops, self.means(attend, q, q_rope))
         tokens, heads, _ = attend.q.shape
@@ -136,11 +136,12 @@ class TritonAttention(AttentionBackend):
         return out
 
     def means(self, attend: AttendLatent, q: Tensor, q_rope: Tensor) -> Tensor:
-        """Return the means, which are undefined for fresh prompts."""
+        """Return the means, which are undefined for fresh prompts of a layer without options."""
         assert isinstance(attend.metadata, TritonMetadata)
         means = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for step in attend.metadata.steps:
-            latent_attention(q, q_rope, attend.kv.k, step, attend.spec.scale, means)
+        spec, metadata = attend.spec, attend.metadata
+        for step in metadata.all if spec.options else metadata.steps:
+            latent_attention(q, q_rope, attend.kv.k, step, spec.scale, spec.sinks, means)
         return means
 
 

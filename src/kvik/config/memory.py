@@ -474,7 +474,7 @@ class Footprint:
         if self.adapters is not None:
             peak += self.adapters.step(size.max_num_batched_tokens, self._item)
         if self.stage_ends and not self._taped:  # what a stage gets from the one before
-            width = (1 + self.taps) * self.spec.hidden_size
+            width = self.spec.residual_width + self.taps * self.spec.hidden_size
             peak += size.max_num_batched_tokens * width * self._item
         peak *= self._processes  # counts shared memory once per process
         peak += size.max_num_batched_tokens * self.output_bytes

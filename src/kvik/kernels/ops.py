@@ -227,7 +227,11 @@ class Ops:
         above it
     joined(x [tokens, dim], y [tokens, other]) -> [tokens, dim + other], the columns of x, then of y
     weighted_sums(x [tokens, parts * dim], weights [tokens, sums, parts] fp32, residual [tokens,
-        sums * dim]) -> [tokens, sums * dim], residual + for each sum the parts of x times weights
+        sums * dim] or None) -> [tokens, sums * dim], residual + for each sum the parts of x times
+        weights
+    stream_weights(x [tokens, dim], logits [tokens, n] fp32, factors [3, n] fp32: gains, biases and
+        largest, eps, plus) -> [tokens, n] fp32: largest * sigmoid(gain * logits / rms(x) + bias) +
+        plus
     softcap(x [rows, dim] fp32, cap) -> None; in place: cap * tanh(x / cap)
     gated(x [tokens, dim], gate [tokens, gates] of the dtype of x or fp32, by) -> x * by(gate), or x
         * gate if `by` is "none"; each gate is for dim / gates columns
@@ -283,7 +287,8 @@ class Ops:
     scaled: Callable[[Tensor, float], Tensor]
     clipped: Callable[[Tensor, float], Tensor]
     joined: Callable[[Tensor, Tensor], Tensor]
-    weighted_sums: Callable[[Tensor, Tensor, Tensor], Tensor]
+    weighted_sums: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    stream_weights: Callable[[Tensor, Tensor, Tensor, float, float], Tensor]
     softcap: Callable[[Tensor, float], None]
     gated: Callable[[Tensor, Tensor, Gate], Tensor]
     causal_conv: Callable[[Tensor, Tensor, Tensor | None, Tensor, Sequences, bool], Tensor]

@@ -23,6 +23,7 @@ from kvik.kernels.reference.ops import (
     clamped_gate,
     factor_of,
     layer_norm,
+    limited_gate,
     relu_squared,
     rms_norm,
     stored_weight,
@@ -177,6 +178,7 @@ _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "relu_squared": relu_squared,
     "clamped_swiglu": clamped_gate,
     "tanh": torch.tanh,
+    "limited_swiglu": limited_gate,
 }
 
 

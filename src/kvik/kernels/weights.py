@@ -14,7 +14,8 @@ from kvik.spec.weight_kind import MX_GROUP, Rounding, WeightKind
 
 # For "..._and_mul" the first half of the outputs is the gate, which multiplies the second half.
 # "clamped_swiglu": gate * sigmoid(SWIGLU_SLOPE * gate) * (up + 1), with gate <= SWIGLU_LIMIT and
-# |up| <= SWIGLU_LIMIT.
+# |up| <= SWIGLU_LIMIT. "limited_swiglu": silu(gate) * up, with gate <= SILU_LIMIT and |up| <=
+# SILU_LIMIT.
 Activation = Literal[
     "silu_and_mul",
     "gelu_tanh",
@@ -25,11 +26,13 @@ Activation = Literal[
     "relu_squared",
     "clamped_swiglu",
     "tanh",
+    "limited_swiglu",
 ]
 PAIRED: frozenset[Activation | None] = frozenset(
-    {"silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul", "clamped_swiglu"}
+    {"silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul", "clamped_swiglu", "limited_swiglu"}
 )
 SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702
+SILU_LIMIT = 10.0
 XIELU_SLOPE = 0.5  # at 0
 # Numbers in the kernels: odd ones are paired.
 ACTIVATIONS: Mapping[Activation | None, int] = {
@@ -43,6 +46,7 @@ ACTIVATIONS: Mapping[Activation | None, int] = {
     "relu_squared": 8,
     "clamped_swiglu": 9,
     "tanh": 10,
+    "limited_swiglu": 11,
 }
 
 SYMMETRIC_ZERO = 8  # for four bits without zero points

@@ -5,6 +5,7 @@ keys."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
@@ -55,13 +56,27 @@ def queries_order(
 
 
 class Indexer:
-    """Computes what chooses the keys of a layer (`IndexSpec`)."""
+    """Computes what chooses the keys of a layer (`IndexSpec`).
 
-    def __init__(self, builder: LayerBuilder, hidden: int, q_rank: int, index: IndexSpec) -> None:
-        linear = partial(builder.linear, bias=False)
-        self.q = linear("wq_b", q_rank, index.heads * index.dim, role="q_up")
-        self.k = linear("wk", hidden, index.dim, role="kv_down")
-        self.k_norm = builder.layer_norm("k_norm", index.dim, LATENT_EPS)
+    Args:
+        order: of a head's channels in the checkpoint, those that are rotated first; (): they are.
+        eps: of the norm of keys.
+    """
+
+    def __init__(
+        self,
+        builder: LayerBuilder,
+        hidden: int,
+        q_rank: int,
+        index: IndexSpec,
+        order: Sequence[int] = (),
+        eps: float = LATENT_EPS,
+    ) -> None:
+        linear, dim = partial(builder.linear, bias=False), index.dim
+        every = [head * dim + channel for head in range(index.heads) for channel in order]
+        self.q = linear("wq_b", q_rank, index.heads * dim, role="q_up", order=every)
+        self.k = linear("wk", hidden, dim, role="kv_down", order=order)
+        self.k_norm = builder.layer_norm("k_norm", dim, eps, order=order)
         self.weights = linear("weights_proj", hidden, index.heads, role="gates")
 
     def __call__(
@@ -79,10 +94,21 @@ class DeepseekAttention:
     Args:
         gated: the results of heads are gated. The matrix of queries makes the gates, too, and reads
             what it is computed from both before and after its norm.
+        gate: name of a matrix that makes the gates from the hidden state; "": there is none.
+        sink_name: of the heads' learned sinks; "": they have none.
+        turned_last: heads of the indexer have the rotated channels last, and the norm of its keys
+            has the model's eps.
     """
 
     def __init__(
-        self, spec: ModelFacts, builder: LayerBuilder, layer: int, gated: bool = False
+        self,
+        spec: ModelFacts,
+        builder: LayerBuilder,
+        layer: int,
+        gated: bool = False,
+        gate: str = "",
+        sink_name: str = "",
+        turned_last: bool = False,
     ) -> None:
         builder = builder.at("self_attn")
         latent, rope = spec.layers[layer].latent, spec.layers[layer].rope
@@ -120,10 +146,18 @@ class DeepseekAttention:
         stretch = rope.temperature(rope.mscale_all_dim) if rope and rope.mscale_all_dim else 1.0
         scale = latent.query**-0.5 * stretch**2
         index = spec.layers[layer].index
-        self.attend = builder.latent_attention(ups, layer, heads, latent, scale, index)
+        self.attend = builder.latent_attention(ups, layer, heads, latent, scale, index, sink_name)
         self.indexer = None
         if index is not None and not index.shared and latent.q_rank is not None:
-            self.indexer = Indexer(builder.at("indexer"), hidden, latent.q_rank, index)
+            order, eps = (), LATENT_EPS
+            if turned_last:
+                plain = index.dim - latent.rope
+                order, eps = (*range(plain, index.dim), *range(plain)), spec.norm_eps
+            inside = builder.at("indexer")
+            self.indexer = Indexer(inside, hidden, latent.q_rank, index, order, eps)
+        self.gate = None
+        if gate:
+            self.gate = builder.linear(gate, hidden, heads * latent.value, bias=False, role="gates")
         self.o = builder.linear("o_proj", heads * latent.value, hidden, bias=spec.o_bias, role="o")
         query_scale = spec.layers[layer].query_scale
         self.scale = None if query_scale is None else builder.query_scale(query_scale)
@@ -149,6 +183,8 @@ class DeepseekAttention:
             rotation,
             None if self.indexer is None else self.indexer(x, narrow, ctx),
         )
+        if self.gate is not None:
+            gates = [self.gate(x, ctx)]
         for gate in gates:
             attended = self.gated(attended, gate)
         return self.o(attended, ctx, residual)
@@ -251,14 +287,21 @@ DEEPSEEK3 = replace(
 
 
 def indexed_layers(
-    fields: Fields, layers: int, positions: int, *, interleaved: bool = False, heads: int = 64
+    fields: Fields,
+    layers: int,
+    positions: int,
+    *,
+    interleaved: bool = False,
+    heads: int = 64,
+    latent_interleaved: bool = True,
 ) -> tuple[LayerSpec, ...]:
     """Every layer has latent attention over the keys that an indexer chooses.
 
     Args:
         interleaved, heads: see `IndexSpec`; the latter if config.json has none.
+        latent_interleaved: see `latent_layers`.
     """
-    read = latent_layers(fields, layers, positions)
+    read = latent_layers(fields, layers, positions, interleaved=latent_interleaved)
     latent, rope = read[0].latent, "qk_rope_head_dim"
     assert latent is not None
     if latent.q_rank is None:

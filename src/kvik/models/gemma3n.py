@@ -27,13 +27,12 @@ from kvik.models.gemma4 import (
 )
 from kvik.spec.declare import ForwardContext, LayerBuilder, Norm
 from kvik.spec.fields import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Fields
-from kvik.spec.layers import SLIDING, LayerSpec, StreamsSpec, layer_types, read_window
+from kvik.spec.layers import MAX_STREAMS, SLIDING, LayerSpec, StreamsSpec, layer_types, read_window
 from kvik.spec.model import ModelFacts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_STREAMS = 16
 LEAST_SQUARE = 1e-5  # mean square of a new stream from which on it is as large as the first one
 SPARSE_LAYERS, SPARSITY = 10, 0.95  # of models that do not say it
 

@@ -27,6 +27,7 @@ from kvik.models import (
     gpt_oss,
     granite,
     hunyuan,
+    hy4,
     jamba,
     kimi_linear,
     kolibri1,
@@ -61,7 +62,7 @@ FILES = (
     *(deepseek, lfm2, ernie4_5, nemotron, nemotron_h, qwen_vl, gpt_neox, gemma, gemma4, cohere),
     *(afmoe, apertus, bamba, hunyuan, minicpm, starcoder2, falcon, opt, gpt2, bert, modernbert),
     *(gemma3n, olmo_hybrid, falcon_h1, kimi_linear, laguna, kolibri1, persimmon, pure_mamba2),
-    *(mamba, jamba, mimo_v2, flint, dbrx, bitnet, bloom, mpt),
+    *(mamba, jamba, mimo_v2, flint, dbrx, bitnet, bloom, mpt, hy4),
 )
 ARCHITECTURES: Mapping[str, Architecture] = {
     row.name: row for file in FILES for row in vars(file).values() if isinstance(row, Architecture)

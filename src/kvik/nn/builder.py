@@ -494,11 +494,13 @@ class Builder(LayerBuilder):
         *,
         bias: bool = False,
         activation: Activation = "silu_and_mul",
+        shared_activation: Activation | None = None,
     ) -> Experts:
         """Return the routed experts of this scope. The router is never quantised.
 
         Args:
             bias: of the router and of the experts.
+            shared_activation: of the shared expert; None: that of the others.
 
         Raises:
             ModelError: the checkpoint stores the experts in several formats.
@@ -545,7 +547,12 @@ class Builder(LayerBuilder):
             gate = self._linear((names.shared_gate,), [column], bias=False, exact=True)
         if spec.shared:
             shared = self._at(names.shared)._mlp(
-                names.shared_gate_up, names.shared_down, hidden, spec.shared, bias, activation
+                names.shared_gate_up,
+                names.shared_down,
+                hidden,
+                spec.shared,
+                bias,
+                shared_activation or activation,
             )
         adapted = self._adapted(up, down, names, activation, rule) if unfused else None
         experts = replace(self.ops.expert_set(up, down), weigh_inputs=rule.weigh_inputs)
@@ -765,14 +772,16 @@ class Builder(LayerBuilder):
         offset: float = 0.0,
         scale: float = 1.0,
         rope: RopeSpec | None = None,
+        order: Sequence[int] = (),
     ) -> LayerNorm:
         """Return a LayerNorm.
 
         Args:
             offset, scale: the gain is scale * (offset + stored gain); a scale only without a bias.
             rope: rotation of the normalised heads; see `heads` of the builder.
+            order: of the channels, as in `linear`.
         """
-        places = _places(rope, 1, dim)
+        places = torch.tensor(order).argsort() if order else _places(rope, 1, dim)
         weight = self._gain(self._name(f"{name}.weight"), dim, scale, offset, places)
         shift = self._empty(f"{name}.bias", dim)
         if bias:
@@ -896,6 +905,7 @@ class Builder(LayerBuilder):
         latent: LatentSpec,
         scale: float,
         index: IndexSpec | None = None,
+        sink_name: str = "",
     ) -> LatentAttention:
         """Return attention over latent vectors.
 
@@ -905,6 +915,10 @@ class Builder(LayerBuilder):
                 floats, whatever the checkpoint stores.
             scale: of the scores.
             index: chooses the keys; None: a query reads all that it sees.
+            sink_name: of the heads' learned sinks; "": none.
+
+        Raises:
+            ConfigError: the attention backend does not support it.
         """
         self.ignore(*KV_SCALES)
         position, group = self._position_of[layer], self._group_of[layer]
@@ -912,7 +926,9 @@ class Builder(LayerBuilder):
         local_heads = self.adapters is None
         if local_heads:
             self.declared.heads[self._scope] = Between(heads, latent.value, heads)
-        spec = AttentionSpec(scale, local_heads=local_heads)
+        sinks = self._tensor(self._name(sink_name), (heads,), "bias") if sink_name else None
+        spec = AttentionSpec(scale, sinks=sinks, local_heads=local_heads)
+        self.backend.caps.check(spec)
         return LatentAttention(self.backend, position, group, spec, up, index)
 
     def _latent_up(self, names: tuple[str, ...], heads: int, latent: LatentSpec) -> LatentUp:
@@ -1026,11 +1042,49 @@ class Builder(LayerBuilder):
         """
         ops, row = self.ops, torch.tensor(weights, device=self.device)[None]
 
-        def add(x: Tensor, residual: Tensor, weights: Tensor | None = None) -> Tensor:
+        def add(x: Tensor, residual: Tensor | None, weights: Tensor | None = None) -> Tensor:
             each = row.expand(len(x), -1) if weights is None else weights
             return ops.weighted_sums(x, each.unflatten(1, (-1, parts)), residual)
 
         return add
+
+    def stream_weights(
+        self,
+        names: tuple[str, str, str],
+        width: int,
+        largest: Sequence[tuple[int, float]],
+        eps: float,
+        smallest: float,
+    ) -> Mixture:
+        """Return a layer that computes weights of residual streams from all of them.
+
+        Args:
+            names: of a matrix, of biases, and of a gain for each run of weights.
+            width: of all streams together.
+            largest: runs of weights, as their number and the largest of their weights.
+            eps: of the norm of the streams.
+            smallest: the smallest weight, and what is added to the largest.
+        """
+        matrix, biases, gains = map(self._name, names)
+        counts = torch.tensor([count for count, _ in largest])
+        n = int(counts.sum())
+        kind = float_kind(self.dtype)
+        spec = MatrixSpec(kind, n, width, False, None, torch.float32, self.device, replicable=True)
+        linear = Linear(self.ops, self.storage.matrix(matrix, spec))
+        factors = self.storage.tensor(biases, (3, n), torch.float32, self.device)
+        if not self.storage.names:
+            each = torch.tensor([value for _, value in largest])
+            factors[2].copy_(each.repeat_interleave(counts))
+            rows = torch.empty(n, width, dtype=self.dtype, device="meta")
+            self._declare(matrix, rows, "matrix", partial(self._fill_rows, linear.matrix))
+            self._declare(biases, factors[1], "bias")
+            fill = partial(_fill_each, factors[0], counts)
+            self._declare(gains, torch.empty(len(largest), device="meta"), "gain", fill)
+        ops = self.ops
+        return lambda x: ops.stream_weights(x, linear(x), factors, eps, smallest)
+
+    def _fill_rows(self, matrix: Matrix, first: int, values: Tensor) -> None:
+        self.ops.pack_rows(matrix, first, float_weight(values.to(self.dtype)))
 
     def gated(self, by: str = "none") -> Gated:
         """Return a layer that multiplies by a function of a gate: `by`, one of `GATES`."""
@@ -1317,6 +1371,13 @@ def _gate_then_up(rows: int) -> Tensor:
 
 def _fill_in(target: Tensor, first: int, values: Tensor) -> None:
     target[first : first + len(values)].copy_(values)
+
+
+def _fill_each(target: Tensor, counts: Tensor, first: int, values: Tensor) -> None:
+    """Take one value for each run of the target, from run `first`."""
+    runs = target.split(counts.tolist())
+    for run, value in zip(runs[first : first + len(values)], values, strict=True):
+        run.fill_(float(value))
 
 
 def _add_positions(sums: Tensor, first: int, values: Tensor) -> None:

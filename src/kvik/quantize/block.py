@@ -112,7 +112,7 @@ class Block:
         self._device, self._dtype = device, dtype
         self._declared: dict[str, DeclaredTensor] = {}
         self._transposed: dict[str, bool] = {}  # whether the checkpoint stores a layer transposed
-        # Its other tensors in the checkpoint, by name: norms and biases.
+        # Its other tensors in the checkpoint, by name: norms, biases and weights of streams.
         self.tensors: dict[str, Tensor] = {}
         layers: list[BlockLinear] = []
         for declared in builder.declared.tensors:
@@ -122,7 +122,7 @@ class Block:
             values = values.to(device)
             self._tap.filled.clear()
             declared.fill(0, values)
-            if not self._tap.filled:
+            if not self._tap.filled or not name.endswith(WEIGHT):
                 self.tensors[name], self._declared[name] = values, declared
                 continue
             number = self._tap.filled[0][0]

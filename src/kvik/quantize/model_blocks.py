@@ -74,7 +74,8 @@ class ModelBlocks:
         """
         used, ids = windows.unique(return_inverse=True)
         first = self._spec.layers[0]
-        layers = (replace(first, input_tokens=None),) if first.token_input else ()
+        alone = first.token_input or first.streams
+        layers = (replace(first, input_tokens=None),) if alone else ()
         spec = replace(self._spec, layers=layers, vocab_size=len(used))
         builder = block_builder(
             spec, TORCH, SdpaAttention(TORCH), self._tokens, self.dtype, self.device

@@ -86,7 +86,7 @@ def folds(spec: ModelSpec, layer: int = 0) -> tuple[Fold, ...]:
         o = next(linear for linear in linears if linear.role == "o")
         folds.append(Fold(_patterns(declared, o), *values))
     for up, down in pairwise(linears):
-        if GATED.get(up.role) == down.role and not up.mixed:
+        if GATED.get(up.role) == down.role and not up.clamped:
             inner = torch.arange(down.inputs)
             outputs = inner + (down.inputs if len(up.names) == 1 else 0)  # gate comes before up
             source = _patterns(declared, up)[-1]

@@ -310,10 +310,10 @@ Scale: TypeAlias = "Callable[[Tensor], Tensor]"
 
 
 class WeightedSums(Protocol):
-    def __call__(self, x: Tensor, residual: Tensor, weights: Tensor | None = None) -> Tensor:
-        """x [tokens, parts * dim], residual [tokens, sums * dim], weights [tokens, sums * parts]
-        fp32, or None for the constant ones -> residual + sums of the parts, [tokens, sums * dim].
-        """
+    def __call__(self, x: Tensor, residual: Tensor | None, weights: Tensor | None = None) -> Tensor:
+        """x [tokens, parts * dim], residual [tokens, sums * dim] or None, weights [tokens, sums *
+        parts] fp32, or None for the constant ones -> residual + sums of the parts, [tokens, sums *
+        dim]."""
         ...
 
 
@@ -449,6 +449,7 @@ NO_PARTS: Mapping[str, int] = MappingProxyType({})  # of `LayerBuilder.causal_co
 # The activation with two learned numbers per layer, which apply above and below 0, and their names
 # in the scope of an MLP.
 XIELU = "xielu"
+CLAMPED = frozenset({"clamped_swiglu", "limited_swiglu"})  # activations that clamp gate and up
 RELU2 = "relu2"  # the square of ReLU; as a gate it is no part of a product
 XIELU_NAMES = ("act_fn.alpha_p", "act_fn.alpha_n")
 
@@ -477,9 +478,8 @@ class DeclaredLinear:
     # its keys; 0: they are not.
     shards: int = 0
     router: Router | None = None  # the router that chooses it, if it is an expert's
-    # Rows of gate and up are interleaved, and the activation is not linear in up. Floats are
-    # transposed.
-    mixed: bool = False
+    mixed: bool = False  # rows of gate and up are interleaved, and floats are transposed
+    clamped: bool = False  # of gate and up: their product is not linear in up
     transposed: bool = False  # the checkpoint stores [inputs, outputs]
     uses: int = 1  # how often a forward multiplies with it
 
@@ -717,6 +717,7 @@ class LayerBuilder:
         *,
         bias: bool = False,
         activation: Any = "silu_and_mul",
+        shared_activation: Any = None,
     ) -> RoutedExperts:
         router, inner = spec.router, spec.inner
         self.linear(names.router, hidden, router.experts, bias=bias, role="router")
@@ -725,6 +726,7 @@ class LayerBuilder:
         if router.scaled:
             self._other(names.scales, router.experts)
         up: Role = "expert_gate_up" if names.gated else "expert_up"
+        clamped = activation in CLAMPED
         copies, parts = 2 if names.gated else 1, len(names.gate_up)
         widths = (copies * inner // parts,) * parts
         kinds: tuple[tuple[Role, tuple[str, ...], int, tuple[int, ...]], ...] = (
@@ -735,7 +737,15 @@ class LayerBuilder:
             for role, of_expert, inputs, outputs in kinds:
                 full = tuple([name.format(expert) for name in of_expert])
                 linear = DeclaredLinear(
-                    self._layer, role, full, inputs, outputs, bias, router=router, mixed=names.mixed
+                    self._layer,
+                    role,
+                    full,
+                    inputs,
+                    outputs,
+                    bias,
+                    router=router,
+                    mixed=names.mixed,
+                    clamped=clamped,
                 )
                 self._listed.linears.append(linear)
         if spec.gated:
@@ -829,6 +839,7 @@ class LayerBuilder:
         offset: float = 0.0,
         scale: float = 1.0,
         rope: RopeSpec | None = None,
+        order: Sequence[int] = (),
     ) -> Norm:
         norm = DeclaredNorm(self._layer, self._name(name), dim, bias, before, offset)
         self._listed.norms.append(norm)
@@ -877,7 +888,10 @@ class LayerBuilder:
         latent: LatentSpec,
         scale: float,
         index: IndexSpec | None = None,
+        sink_name: str = "",
     ) -> LatentAttentionLayer:
+        if sink_name:
+            self._other(sink_name, heads)
         if len(names) == 1:
             outputs = heads * (latent.nope + latent.value)
             self.linear(names, latent.rank, outputs, bias=False, role="kv_up")
@@ -921,6 +935,21 @@ class LayerBuilder:
         return (_LISTED,) * len(coefficients)
 
     def weighted_sums(self, parts: int, weights: Sequence[float] = ()) -> WeightedSums:
+        return _LISTED
+
+    def stream_weights(
+        self,
+        names: tuple[str, str, str],
+        width: int,
+        largest: Sequence[tuple[int, float]],
+        eps: float,
+        smallest: float,
+    ) -> Mixture:
+        matrix, biases, gains = names
+        count = sum(count for count, _ in largest)
+        self.linear(matrix, width, count, bias=False, role="mixture")
+        self._other(biases, count)
+        self._other(gains, len(largest))
         return _LISTED
 
     def gated(self, by: str = "none") -> Gated:

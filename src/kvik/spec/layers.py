@@ -45,6 +45,7 @@ LEGACY_TYPES: Mapping[str, str] = {"attention": FULL, "mamba": LINEAR}
 # Names in `layer_types` of layers that keep a state, and of layers that attend to all visible keys.
 STATE_TYPES, ATTENDING_TYPES = (LINEAR, CONV), (FULL, SLIDING)
 DEFAULT_WINDOW = 4096  # of transformers, when the key is left out; null means no window
+MAX_STREAMS = 16
 # Of a row of the cache: latent and rotary key of DeepSeek-V3 (csrc/kv_cache.hpp).
 MAX_LATENT_WIDTH = 576
 MAX_QUERY_RANK = 1 << 20
@@ -85,12 +86,17 @@ class QueryScale:
 
 @dataclass(frozen=True, slots=True)
 class StreamsSpec:
-    """Several residual streams, of which layers compute on one (AltUp, Baykal et al. 2023, arXiv
-    2301.13310)."""
+    """Several residual streams. Layers compute on one of them (AltUp, Baykal et al. 2023, arXiv
+    2301.13310), or on sums of all with weights that depend on the token (hyper-connections, Zhu et
+    al. 2024, arXiv 2409.19606)."""
 
     count: int
-    active: int  # number of that one
-    scaled: bool  # what is read of it after a layer has learned gains
+    # active, scaled: number of that one; and what is read of it after a layer has learned gains.
+    active: int = 0
+    scaled: bool = False
+    # largest, smallest: weights of a token; the smallest is also added to the largest.
+    largest: float = 0.0
+    smallest: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,7 +199,7 @@ def entered_states(
     """
     if not network.entering:
         return None
-    shape = network.entering, sizes.tokens, config.model.hidden_size
+    shape = network.entering, sizes.tokens, config.model.residual_width
     return EnteredStates(*shape, parts.dtype, parts.device, zeros)
 
 

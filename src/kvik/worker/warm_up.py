@@ -149,7 +149,7 @@ class TritonWarmUps(WarmUps):
         dtype, device = DTYPES[self._config.runner.dtype], self._device
 
         def entered(length: int) -> list[Tensor]:
-            shape = length, spec.hidden_size
+            shape = length, spec.residual_width
             return [torch.zeros(shape, dtype=dtype, device=device)] * network.entering
 
         calls = forwards(network, classes, sizes, block_size, context, nodes, entered)

@@ -168,6 +168,11 @@ ACTIVATED = (
     activation("relu_squared", lambda x: x.double().relu().square()),
     activation("tanh", lambda x: x.double().tanh()),
     activation("clamped_swiglu", expected_clamped_gate, lambda up: up.clamp(-7, 7) + 1),
+    activation(
+        "limited_swiglu",
+        lambda x: torch.nn.functional.silu(x.double().clamp(max=10)),
+        lambda up: up.clamp(-10, 10),
+    ),
 )
 
 
@@ -294,7 +299,11 @@ def test_nan_and_infinity_stay_in_their_row(
         assert torch.equal(found[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
         # GELU of minus infinity is 0.
         limited = operation in (gelu_tanh, gelu) or operation.name.startswith("relu")
-        cuts = operation is clipped or operation.name in ("clamped_swiglu", "tanh")
+        cuts = operation is clipped or operation.name in (
+            "clamped_swiglu",
+            "limited_swiglu",
+            "tanh",
+        )
         assert not found[2].isfinite().all() or (limited and bad < 0) or (cuts and math.isinf(bad))
 
 

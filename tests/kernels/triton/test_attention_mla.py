@@ -37,16 +37,16 @@ def make(contexts, queries, heads=4, latent=32, rope=8, block_size=16, dtype=tor
     return (*q.split((latent, rope), 2), *rest)
 
 
-def decode(q, q_rope, cache, table, starts, lens, contexts):
+def decode(q, q_rope, cache, table, starts, lens, contexts, sinks=None):
     """Run the kernels, with the longest contexts as known on the host."""
     runs = runs_of(starts.diff().tolist(), contexts)
     step = PagedStep(starts, lens, table, None, None, cache.shape[1], None, runs)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    latent_attention(q, q_rope, cache, step, SCALE, out)
+    latent_attention(q, q_rope, cache, step, SCALE, sinks, out)
     return out
 
 
-def definition(q, q_rope, cache, table, starts, lens):
+def definition(q, q_rope, cache, table, starts, lens, sinks=None):
     out = torch.empty_like(q)
     for i, context in enumerate(lens.tolist()):
         rows, place = slice(starts[i], starts[i + 1]), torch.arange(context, device=q.device)
@@ -54,7 +54,11 @@ def definition(q, q_rope, cache, table, starts, lens):
         queries = torch.cat((q[rows], q_rope[rows]), 2).float()
         scores = torch.einsum("qhd,kd->hqk", queries, keys) * SCALE
         position = context - len(queries) + torch.arange(len(queries), device=q.device)
-        weights = scores.masked_fill(place > position[:, None], -torch.inf).softmax(2)
+        scores = scores.masked_fill(place > position[:, None], -torch.inf)
+        if sinks is not None:
+            more = sinks[:, None, None].expand(-1, len(queries), 1)
+            scores = torch.cat((scores, more), 2)
+        weights = scores.softmax(2)[..., :context]
         out[rows] = torch.einsum("hqk,kd->qhd", weights, keys[:, : q.shape[2]]).to(q.dtype)
     return out
 
@@ -69,8 +73,9 @@ def definition(q, q_rope, cache, table, starts, lens):
 )
 def test_matches_the_definition(contexts, queries, heads, latent):
     step = make(contexts, queries, heads, latent)
-    found = decode(*step, contexts)
-    torch.testing.assert_close(found, definition(*step), rtol=1e-4, atol=2e-6)
+    for sinks in (None, torch.linspace(-2, 3, heads, device=device())):
+        found, expected = decode(*step, contexts, sinks), definition(*step, sinks)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-6)
 
 
 def test_half_precision():

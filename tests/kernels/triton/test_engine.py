@@ -15,10 +15,11 @@ from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON
 pytest.importorskip("triton", reason=NO_TRITON)
 
 from helpers.interpreted_engine import interpret_engines
-from helpers.tiny_models import DELTA, GEMMA3N
+from helpers.tiny_models import DELTA, GEMMA3N, INDEXED
 
 from kvik import LLM, SamplingParams
 from kvik.attention.fresh_prompts import FreshPrompts
+from kvik.kernels.triton import attention_mla as mla
 from kvik.kernels.triton import draw, experts, norm, rotary, rows, states
 from kvik.models.model_spec import ModelSpec
 
@@ -105,6 +106,11 @@ STREAMS |= {"activation_sparsity_pattern": [0.9, 0.0], "hidden_act": None}
             "Gemma3nForCausalLM",
             STREAMS,
             {norm: ("rescaled", "activate_top"), rows: ("weighted_sums",)},
+        ),
+        (
+            "HYV4ForCausalLM",
+            {**INDEXED, "hidden_act": None},
+            {norm: ("stream_weights",), rows: ("weighted_sums",), mla: ("mla_decode",)},
         ),
     ],
 )

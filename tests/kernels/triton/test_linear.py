@@ -60,6 +60,7 @@ DTYPES = {
     "gelu_tanh_and_mul": torch.float32,
     "gelu": torch.float32,
     "clamped_swiglu": torch.float32,
+    "limited_swiglu": torch.float32,
 }
 
 

@@ -58,6 +58,7 @@ def native_ops(native: Native) -> Ops:
         clipped=operations.clipped,
         joined=operations.joined,
         weighted_sums=operations.weighted_sums,
+        stream_weights=operations.stream_weights,
         softcap=operations.softcap,
         gated=operations.gated,
         causal_conv=operations.causal_conv,
@@ -165,9 +166,10 @@ class _Operations:
         scale(self.native, y, 1.0, out[:, width:])
         return out
 
-    def weighted_sums(self, x: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
-        _, sums, parts = weights.shape
-        out = self.native.empty(*residual.shape, dtype=x.dtype)
+    def weighted_sums(self, x: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:
+        rows, sums, parts = weights.shape
+        dim = x.shape[1] // parts
+        out = self.native.empty(rows, sums * dim, dtype=x.dtype)
         self.native.launch(
             "weighted_sums",
             x=x,
@@ -176,9 +178,26 @@ class _Operations:
             out=out,
             parts=parts,
             sums=sums,
-            dim=x.shape[1] // parts,
+            dim=dim,
         )
         return out
+
+    def stream_weights(
+        self, x: Tensor, logits: Tensor, factors: Tensor, eps: float, plus: float
+    ) -> Tensor:
+        y = self.native.empty(*logits.shape, dtype=torch.float32)
+        self.native.launch(
+            "stream_weights",
+            x=x,
+            logits=logits,
+            factors=factors,
+            y=y,
+            dim=x.shape[1],
+            columns=logits.shape[1],
+            eps=eps,
+            plus=plus,
+        )
+        return y
 
     def softcap(self, x: Tensor, cap: float) -> None:
         self.native.launch("softcap", x=x, dim=x.shape[1], cap=cap)

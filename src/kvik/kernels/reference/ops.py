@@ -18,6 +18,7 @@ from kvik.kernels.weights import (
     DTYPES,
     PAIRED,
     PER_OUTPUT,
+    SILU_LIMIT,
     SWIGLU_LIMIT,
     SWIGLU_SLOPE,
     XIELU_SLOPE,
@@ -193,8 +194,15 @@ def clamped_gate(x: Tensor) -> Tensor:
     return x * torch.sigmoid(SWIGLU_SLOPE * x)
 
 
+def limited_gate(x: Tensor) -> Tensor:
+    """The gate of DeepSeek-V4 and Hy4."""
+    return silu(x.clamp(max=SILU_LIMIT))
+
+
 def factor_of(activation: Activation, up: Tensor) -> Tensor:
     """Return the factor of the gate."""
+    if activation == "limited_swiglu":
+        return up.clamp(-SILU_LIMIT, SILU_LIMIT)
     if activation != "clamped_swiglu":
         return up
     return up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
@@ -210,6 +218,7 @@ _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "relu_squared": relu_squared,
     "clamped_swiglu": clamped_gate,
     "tanh": torch.tanh,
+    "limited_swiglu": limited_gate,
 }
 
 
@@ -235,13 +244,22 @@ def joined(x: Tensor, y: Tensor) -> Tensor:
     return torch.cat((x, y), 1)
 
 
-def weighted_sums(x: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
+def weighted_sums(x: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:
     """See `Ops`; the parts of x are added in their order."""
     _, sums, parts = weights.shape
-    total = residual.float().unflatten(1, (sums, -1))
-    for number, part in enumerate(x.float().chunk(parts, 1)):
+    added = x.float().chunk(parts, 1)
+    start = torch.zeros_like(added[0]).repeat(1, sums) if residual is None else residual.float()
+    total = start.unflatten(1, (sums, -1))
+    for number, part in enumerate(added):
         total = total + weights[:, :, number, None] * part[:, None]
     return total.flatten(1).to(x.dtype)
+
+
+def stream_weights(x: Tensor, logits: Tensor, factors: Tensor, eps: float, plus: float) -> Tensor:
+    """See `Ops`."""
+    gains, biases, largest = factors
+    scale = (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+    return largest * torch.sigmoid(logits * scale * gains + biases) + plus
 
 
 def softcap(x: Tensor, cap: float) -> None:
@@ -384,6 +402,7 @@ REFERENCE = Ops(
     clipped=clipped,
     joined=joined,
     weighted_sums=weighted_sums,
+    stream_weights=stream_weights,
     softcap=softcap,
     gated=gated,
     causal_conv=causal_conv,

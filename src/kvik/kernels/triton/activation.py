@@ -16,6 +16,7 @@ from kvik.kernels.triton.launch import in_blocks, launch
 from kvik.kernels.weights import (
     ACTIVATIONS,
     PAIRED,
+    SILU_LIMIT,
     SWIGLU_LIMIT,
     SWIGLU_SLOPE,
     XIELU_SLOPE,
@@ -24,6 +25,7 @@ from kvik.kernels.weights import (
 
 CLAMPED, TANH = tl.constexpr(ACTIVATIONS["clamped_swiglu"]), tl.constexpr(ACTIVATIONS["tanh"])
 LIMIT, SLOPE = tl.constexpr(SWIGLU_LIMIT), tl.constexpr(SWIGLU_SLOPE)
+LIMITED, SILU_MOST = tl.constexpr(ACTIVATIONS["limited_swiglu"]), tl.constexpr(SILU_LIMIT)
 SLOPE_AT_0 = tl.constexpr(XIELU_SLOPE)
 MOST = 1024  # elements of a program: 16 bytes of bf16 at a time for each of 128 threads
 
@@ -71,6 +73,9 @@ def activated(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == CLAMPED:
         x = tl.where(x > LIMIT, LIMIT, x)
         x = x * sigmoid(x * SLOPE)
+    elif ACTIVATION == LIMITED:
+        x = tl.where(x > SILU_MOST, SILU_MOST, x)
+        x = x * sigmoid(x)
     elif ACTIVATION == TANH:
         x = capped(x, 1.0)
     return x
@@ -82,6 +87,9 @@ def factor_of(up, ACTIVATION: tl.constexpr):
     if ACTIVATION == CLAMPED:
         up = tl.where(up > LIMIT, LIMIT, up)
         up = tl.where(up < -LIMIT, -LIMIT, up) + 1.0
+    elif ACTIVATION == LIMITED:
+        up = tl.where(up > SILU_MOST, SILU_MOST, up)
+        up = tl.where(up < -SILU_MOST, -SILU_MOST, up)
     return up
 
 

@@ -17,7 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.triton.attention_decode import attention_merge_kernel, keys_at, sequence_of
+from kvik.kernels.triton.attention_decode import (
+    attention_merge_kernel,
+    join,
+    keys_at,
+    mean_of,
+    nothing,
+    sequence_of,
+)
 from kvik.kernels.triton.attention_paged import PagedStep, SequenceRun, joined
 from kvik.kernels.triton.attention_shapes import SPREAD, STAGES, WORKSPACE, max_splits
 from kvik.kernels.triton.attention_tile import (
@@ -41,7 +48,8 @@ UNSPLIT = SPREAD.value // 2 * TALL  # rows of a sequence; with more tiles each h
 
 @triton.jit(do_not_specialize=OF_STEPS)
 def mla_decode_kernel(
-    q_latent, q_rope, cache, block_table, query_start, seq_lens, tree, out, part_out, part_weight,
+    q_latent, q_rope, cache, block_table, query_start, seq_lens, tree, sinks, out, part_out,
+    part_weight,
     latent_stride, latent_head_stride, rope_stride, rope_head_stride, table_stride, scale,
     first_sequence, above, most, programs, slab,
     HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_LATENT: tl.constexpr,
@@ -76,8 +84,7 @@ def mla_decode_kernel(
     position = cached + query
     # after the last key that a row of the tile sees
     end = cached + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // HEADS, queries - 1) + 1
-    is_tree = False
-    words = query
+    is_tree, words = False, query
     if TREE:
         tree += start
         is_tree = tl.load(tree) != 0
@@ -107,15 +114,17 @@ def mla_decode_kernel(
             weights, factor, largest, total = weigh(scores, largest, total, scale, None, True)
             sums = product(operand(weights, DTYPE), latent, sums * factor[:, None])
         sums, largest, total = ended((sums, largest, total))
-        result = finish(sums, total)
+        result, weight = finish(sums, total), log2_weight(largest, total, scale)
         if DIRECT:
+            if sinks is not None:
+                result = mean_of(join(nothing(result, weight), result, weight), sinks, head)
             target = out + ((token * HEADS + head) * LATENT)[:, None] + d[None, :]
             tl.store(target, result.to(DTYPE), mask=store)
         else:
             piece = tl.program_id(1) * slab + row * splits + part
             target = part_out + (piece.to(tl.int64) * LATENT)[:, None] + d[None, :]
             tl.store(target, result, mask=store)
-            tl.store(part_weight + piece, log2_weight(largest, total, scale), mask=wanted)
+            tl.store(part_weight + piece, weight, mask=wanted)
 
 
 @triton.jit
@@ -131,7 +140,13 @@ def load_part(
 
 
 def latent_attention(
-    q: Tensor, q_rope: Tensor, cache: Tensor, step: PagedStep, scale: float, out: Tensor
+    q: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    step: PagedStep,
+    scale: float,
+    sinks: Tensor | None,
+    out: Tensor,
 ) -> None:
     """Compute attention over latent vectors, which include those of this step.
 
@@ -143,6 +158,7 @@ def latent_attention(
         cache: [blocks, block_size, ..., latent + rope], c and the rotated key of each token;
             contiguous, of a float dtype.
         scale: > 0.
+        sinks: see `AttentionSpec`.
         out: [tokens, heads, latent], contiguous; tokens of other sequences are left as they are.
     """
     heads, floor = q.shape[1], 0
@@ -152,7 +168,7 @@ def latent_attention(
             run = joined(runs)
             # A run alone in its step also takes fewer queries, so that a graph serves those too.
             only_run = len(runs) == len(step.runs) and max_queries * heads <= UNSPLIT
-            _launch(q, q_rope, cache, step, scale, out, run, 0 if only_run else floor)
+            _launch(q, q_rope, cache, step, scale, sinks, out, run, 0 if only_run else floor)
         floor = max(floor, max_queries)
 
 
@@ -162,6 +178,7 @@ def _launch(
     cache: Tensor,
     step: PagedStep,
     scale: float,
+    sinks: Tensor | None,
     out: Tensor,
     run: SequenceRun,
     above: int,
@@ -190,7 +207,7 @@ def _launch(
         launch(
             mla_decode_kernel,
             (programs * stacked, rest),
-            (q, q_rope, cache, *sequences, out, part_out, part_weight),
+            (q, q_rope, cache, *sequences, sinks, out, part_out, part_weight),
             (*numbers, programs, slab),
             (*sizes, step.tree is not None, splits == 1),
             num_warps=tile_warps(m),
@@ -201,7 +218,7 @@ def _launch(
         launch(
             attention_merge_kernel,
             (heads, run.queries, rest),
-            (part_out, part_weight, step.query_start_loc, step.seq_lens, None, None, out),
+            (part_out, part_weight, step.query_start_loc, step.seq_lens, None, sinks, out),
             (0, first, above, run.queries, slab),
             (heads, 1, latent, blocks[0], m, 0),
         )

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.triton.activation import activated, factor_of
+from kvik.kernels.triton.activation import activated, factor_of, sigmoid
 from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
 from kvik.kernels.weights import ACTIVATIONS, Activation
 
@@ -116,6 +116,29 @@ def activate_top_kernel(
     tl.store(out + own, (top * factor_of(up, ACTIVATION)).to(out.dtype.element_ty), mask=mask)
 
 
+# Otherwise steps of 1 token, or of a multiple of 16, would be compiled separately.
+@triton.jit(do_not_specialize=["rows"])
+def stream_weights_kernel(
+    x, logits, factors, out, rows, stride, logits_stride, dim, columns, eps, plus,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """grid [groups of rows]; x [rows, dim], logits [rows, columns], factors [3, columns], out
+    [rows, columns]"""
+    there, _, _, mask = _rows_of(rows, 1, stride, 0, dim, ROWS, DIM)
+    wide = tl.load(x + there, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 1) / dim + eps)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    at = tl.arange(0, COLUMNS)
+    one, all_of = at < columns, (row < rows)[:, None] & (at < columns)[None, :]
+    gains = tl.load(factors + at, mask=one, other=0.0)
+    biases = tl.load(factors + columns + at, mask=one, other=0.0)
+    most = tl.load(factors + 2 * columns + at, mask=one, other=0.0)
+    each = tl.load(logits + row[:, None] * logits_stride + at[None, :], mask=all_of, other=0.0)
+    shares = sigmoid(each * scale[:, None] * gains[None, :] + biases[None, :])
+    to = out + row[:, None] * columns + at[None, :]
+    tl.store(to, most[None, :] * shares + plus, mask=all_of)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `Ops`."""
     return _normalise(rms_norm_kernel, x, eps, weight)
@@ -149,6 +172,20 @@ def activate_top(x: Tensor, activation: Activation, deviations: float) -> Tensor
         activate_top_kernel, (ceil_div(rows, at_once),), (x, out),
         (rows, x.stride(0), dim, deviations), (ACTIVATIONS[activation], at_once, block),
         num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def stream_weights(x: Tensor, logits: Tensor, factors: Tensor, eps: float, plus: float) -> Tensor:
+    """See `Ops`."""
+    rows, dim = x.shape
+    columns = logits.shape[1]
+    out = torch.empty(rows, columns, dtype=torch.float32, device=x.device)
+    block, at_once, warps = shape_of(dim)
+    launch(
+        stream_weights_kernel, (ceil_div(rows, at_once),), (x, logits, factors, out),
+        (rows, x.stride(0), logits.stride(0), dim, columns, eps, plus),
+        (power_of_two(columns), at_once, block), num_warps=warps,
     )  # fmt: skip
     return out
 

@@ -44,6 +44,7 @@ def triton_ops(device: torch.device) -> Ops:
         clipped=TORCH.clipped,
         joined=TORCH.joined,
         weighted_sums=rows.weighted_sums,
+        stream_weights=norm.stream_weights,
         softcap=activation.softcap,
         gated=states.gated,
         causal_conv=states.causal_conv,

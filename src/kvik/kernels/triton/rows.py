@@ -54,14 +54,16 @@ def weighted_sums_kernel(
     x, weights, residual, out, dim, x_stride, weights_stride, residual_stride,
     SUMS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grid [rows, blocks]; x [rows, PARTS dim], weights [rows, SUMS PARTS], residual and out [rows,
-    SUMS dim]"""
+    """grid [rows, blocks]; x [rows, PARTS dim], weights [rows, SUMS PARTS], residual (or None) and
+    out [rows, SUMS dim]"""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < dim
     for s in range(SUMS):
-        first = residual + row * residual_stride + s * dim
-        total = tl.load(first + at, mask=inside, other=0.0).to(tl.float32)
+        total = tl.zeros([BLOCK], tl.float32)
+        if residual is not None:
+            first = residual + row * residual_stride + s * dim
+            total += tl.load(first + at, mask=inside, other=0.0).to(tl.float32)
         for p in range(PARTS):
             weight = tl.load(weights + row * weights_stride + s * PARTS + p)
             part = tl.load(x + row * x_stride + p * dim + at, mask=inside, other=0.0)
@@ -117,14 +119,14 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
     return out
 
 
-def weighted_sums(x: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
+def weighted_sums(x: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:
     """See `Ops`."""
     rows, sums, parts = weights.shape
     dim = x.shape[1] // parts
     out = torch.empty(rows, sums * dim, dtype=x.dtype, device=x.device)
     block, blocks = in_blocks(dim, PIECE)
     tensors, strides = (x, weights, residual, out), (x.stride(0), weights.stride(0))
-    numbers = dim, *strides, residual.stride(0)
+    numbers = dim, *strides, 0 if residual is None else residual.stride(0)
     launch(weighted_sums_kernel, (rows, blocks), tensors, numbers, (sums, parts, block))
     return out
 

@@ -1,0 +1,193 @@
+"""Hunyuan 4 (Tencent 2026): the attention of DeepSeek-V3.2 with sinks and gates, its experts, and
+several residual streams.
+
+Attention, and the MLP or experts, read a sum of the streams, and each stream gets the result times
+a weight of its own. All weights depend on the token (hyper-connections, Zhu et al. 2024, arXiv
+2409.19606, section 2; the streams themselves are not mixed).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvik.models.decoder import Decoder, feed_forward, layer_norms
+from kvik.models.deepseek import DEEPSEEK32, DeepseekAttention, indexed_layers, one_dense_layer
+from kvik.spec.declare import (
+    SINKS,
+    ExpertNames,
+    FeedForward,
+    ForwardContext,
+    LayerBuilder,
+    Mixture,
+)
+from kvik.spec.fields import Fields
+from kvik.spec.layers import MAX_STREAMS, LayerSpec, StreamsSpec
+from kvik.spec.model import ModelFacts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LIMIT = 10.0  # the only supported limit of the experts' activation, "limited_swiglu"
+INDEXERS = "indexer_types"
+EVERY = 4  # the first layer has an indexer, and of the others the first of as many
+# Names as published, as transformers saves them, and as it calls them.
+OF_STREAMS = {
+    "attention": ("hc_attn_layer.hc_pre.hc_", "hc_pre.hc_attn_layer.hc_", "attn_hc."),
+    "mlp": ("hc_mlp_layer.hc_pre.hc_", "hc_pre.hc_mlp_layer.hc_", "ffn_hc."),
+    "head": ("hc_head.hc_head_", "hc_pre.hc_head.hc_head_", "hc_head.hc_"),
+}
+GATES = ("gate_proj", "linear_gate")
+
+
+def stream_weights(
+    spec: ModelFacts, builder: LayerBuilder, of: str, largest: tuple[float, ...]
+) -> Mixture:
+    """Return the layer that computes weights of all streams, as many times as there are `largest`
+    ones, for a part of the network in `OF_STREAMS`."""
+    streams = spec.streams
+    assert streams is not None
+    matrix, biases, gains = (
+        builder.one_of(*(f"{scope}{part}" for scope in OF_STREAMS[of]))
+        for part in ("fn", "base", "scale")
+    )
+    return builder.stream_weights(
+        (matrix, biases, gains),
+        spec.residual_width,
+        [(streams.count, weight) for weight in largest],
+        spec.norm_eps,
+        streams.smallest,
+    )
+
+
+class HyperConnection:
+    """Connects attention, or what follows it, with the residual streams."""
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, of: str) -> None:
+        assert spec.streams is not None
+        self.weights = stream_weights(spec, builder, of, (1.0, spec.streams.largest))
+        self.sum = builder.weighted_sums(spec.streams.count)
+        self.spread = builder.weighted_sums(1)
+
+    def read(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [tokens, streams * hidden] -> a sum of the streams [tokens, hidden], and the weights of
+        what is computed from it, [tokens, streams]."""
+        reads, writes = self.weights(x).chunk(2, 1)
+        return self.sum(x, None, reads), writes
+
+    def write(self, x: Tensor, made: Tensor, weights: Tensor) -> Tensor:
+        """x [tokens, streams * hidden], made [tokens, hidden], and its weights -> the streams."""
+        return self.spread(made, x, weights)
+
+
+def hy4_feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward:
+    """Return the MLP of a layer, or its experts, of which the shared one has no limits."""
+    inside, experts = builder.at("mlp"), spec.layers[layer].experts
+    gate_up = inside.one_of(*GATES), "up_proj"
+    if experts is None:
+        return feed_forward(spec, builder, layer, gate_up=gate_up)
+    gate = inside.at("shared_experts").one_of(*GATES)
+    names = ExpertNames(shared_gate_up=(gate, "up_proj"))
+    return inside.experts(
+        spec.hidden_size,
+        experts,
+        names,
+        activation="limited_swiglu",
+        shared_activation="silu_and_mul",
+    )
+
+
+class Hy4Layer:
+    """Attention, then an MLP or experts; each reads a normalised sum of the streams."""
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
+        norm, inside = layer_norms(spec, builder), builder.at("self_attn")
+        self.attention_norm = norm("input_layernorm")
+        self.attention = DeepseekAttention(
+            spec,
+            builder,
+            layer,
+            gate=inside.one_of(*reversed(GATES)),
+            sink_name=inside.one_of("learnable_sink_param", SINKS),
+            turned_last=True,
+        )
+        self.mlp_norm = norm("post_attention_layernorm", before="gate_up")
+        self.mlp = hy4_feed(spec, builder, layer)
+        self.of_attention, self.of_mlp = (
+            HyperConnection(spec, builder, of) for of in ("attention", "mlp")
+        )
+
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
+        """Take the residual streams x [tokens, streams * hidden] one layer further."""
+        total, weights = self.of_attention.read(x)
+        attended = self.attention(self.attention_norm(total), None, rotation, ctx)
+        x = self.of_attention.write(x, attended, weights)
+        total, weights = self.of_mlp.read(x)
+        return self.of_mlp.write(x, self.mlp(self.mlp_norm(total), ctx), weights)
+
+
+class Hy4(Decoder):
+    """The language model; heads that predict further tokens are not read."""
+
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:
+        builder.skip("model.mtp_layers")
+        super().__init__(spec, builder, Hy4Layer)
+        assert spec.streams is not None
+        self.weights = stream_weights(spec, builder.at("model", ""), "head", (1.0,))
+        self.copies = builder.weighted_sums(1, [1.0] * spec.streams.count)
+        self.sum = builder.weighted_sums(spec.streams.count)
+
+    def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """ids [tokens] -> the residual streams before the first layer, all the same, [tokens,
+        streams * hidden]."""
+        return self.copies(super().enter(ids, ctx), None)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """x [tokens, streams * hidden] after the last layer -> normalised, [tokens, hidden]."""
+        return super().leave(self.sum(x, None, self.weights(x)))
+
+
+def hy4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Latent attention over the keys that an indexer chooses, which some layers share."""
+    if (limit := fields.number("swiglu_limit", -1e6, 1e6, LIMIT)) != LIMIT:
+        raise fields.error("swiglu_limit", f"must be {LIMIT:g}, not {limit:g}")
+    if INDEXERS not in fields:
+        kinds = ["shared" if layer % EVERY != 1 and layer else "full" for layer in range(layers)]
+        fields = fields.changed({INDEXERS: kinds})
+    streams = StreamsSpec(
+        fields.integer("hc_mult", 2, MAX_STREAMS, 4),
+        largest=fields.number("hc_magnitude", 0.0, 1e6, 2.0),
+        smallest=fields.number("hc_eps", 0.0, 1.0, 1e-6),
+    )
+    read = indexed_layers(fields, layers, positions, heads=16, latent_interleaved=False)
+    return tuple(replace(layer, streams=streams) for layer in read)
+
+
+HY4 = replace(
+    DEEPSEEK32,
+    name="HYV4ForCausalLM",
+    model_type="hy_v4",
+    models="Hunyuan 4",
+    make=Hy4,
+    layers=hy4_layers,
+    predictor=None,
+    experts=one_dense_layer,
+    eos_token_ids=(120_025,),
+    defaults={
+        "vocab_size": 120_832,
+        "hidden_size": 2816,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 262_144,
+        "rms_norm_eps": 1e-5,
+        "n_shared_experts": 1,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "routed_scaling_factor": 2.827,
+        "q_lora_rank": 1536,
+        "v_head_dim": 256,
+        "qk_nope_head_dim": 192,
+    },
+)
