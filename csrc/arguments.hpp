@@ -201,11 +201,14 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // equals. A score is the sum over heads of the token's weight times relu(q k), over sqrt(heads * dim). q [tokens,
 // heads * dim], rotated as keys are; weights [tokens, heads]. out [tokens, out_stride] int64: bit i of word w is key
 // 64 w + i of the token's sequence; a node of a tree counts as in `attention`. Other arguments are as for attention.
+// span > 0: each head, a kv head of attention, chooses `top` blocks of as many keys (a divisor of 1024), which begin at
+// multiples of it: the last `local` ones, and those whose best key has the largest q k. Then weights is null, and out
+// [tokens, heads, out_stride / heads].
 #define KVIK_ARGS_choose_keys(P, I, F)                                                   \
     P(q) I(q_stride) P(weights) I(weights_stride) P(rotation) I(rope) I(interleaved)     \
     P(cache) P(block_table) I(table_stride) P(query_start_loc) P(seq_lens) I(num_seqs)   \
-    P(tree) P(first_keys) I(heads) I(dim) I(block_size) I(top) P(out) I(out_stride)      \
-    I(dtype)
+    P(tree) P(first_keys) I(heads) I(dim) I(block_size) I(top) I(span) I(local) P(out)   \
+    I(out_stride) I(dtype)
 
 // Attention of all sequences of a step over the paged cache. q [tokens, heads, head_dim], out [tokens, heads, out_dim],
 // heads dense; sequence s owns tokens query_start_loc[s] .. [s + 1] (int32), which are the last ones of its seq_lens[s]
@@ -221,14 +224,14 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // heads, head_dim]; null: q itself. reach: 0, or a query sees up to this many keys before and after its own, where they
 // exist, and there is neither window nor tree. first_keys: null, or int32 [num_seqs]: the first key of each sequence
 // that any of its queries sees; then there is no window. chosen: null, or the keys that each token reads, as
-// `choose_keys` writes them. slopes: null, or fp32 [heads]: slope * (position of the key - position of the query) is
+// `choose_keys` writes them: for each kv head, or with a stride of 0 for all heads together. slopes: null, or fp32 [heads]: slope * (position of the key - position of the query) is
 // added to a capped score, where a query counts the keys that it sees for its position on sink_keys; without reach.
 #define KVIK_ARGS_attention(P, I, F)                                                     \
     P(q) I(q_stride) P(q_rope) I(q_rope_stride) I(value_dim) P(k_cache) P(v_cache) P(k_scales) P(v_scales) P(block_table)        \
     I(table_stride) P(query_start_loc) P(seq_lens) I(num_seqs) I(heads) I(kv_heads)      \
     I(head_dim) I(block_size) I(window) I(chunked) I(reach) P(tree) F(scale) F(softcap) P(sinks) P(slopes) \
     I(sink_keys) P(sink_q) I(sink_q_stride) P(first_keys) P(chosen)               \
-    I(chosen_stride) P(out) I(out_stride) I(out_dim)                                     \
+    I(chosen_stride) I(chosen_head_stride) P(out) I(out_stride) I(out_dim)                                     \
     I(dtype) I(kv_dtype)
 
 // y [rows, outputs] = act(x W^T + bias) + residual. weight, scales, zeros as `pack_matrix` laid them

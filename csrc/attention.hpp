@@ -56,7 +56,7 @@ inline Cut cut_sequence(const attention_args& a, int64_t sequence) {
                    a.chunked != 0, a.sink_keys, tree && *tree ? tree : nullptr, a.reach,
                    a.first_keys ? static_cast<const int32_t*>(a.first_keys)[sequence] : a.sink_keys,
                    a.chosen ? static_cast<const uint64_t*>(a.chosen) + cut.first_token * a.chosen_stride : nullptr,
-                   a.chosen_stride};
+                   a.chosen_stride, a.chosen_head_stride};
     cut.table = static_cast<const int32_t*>(a.block_table) + sequence * a.table_stride;
     if (count <= 0) return cut;
     cut.thin = count * group <= kThinRows;

@@ -214,14 +214,10 @@ private:
         for (; tile < end; tile += kTile) {
             const Strips strips = next;
             if (tile + kTile < end) next = find(tile + kTile, seen);
-            uint64_t any = 0;
-            for (int64_t i = 0; i < task->num_queries; i++) {
-                const uint64_t bits = task->queries.bits(task->query + i, tile, of_sinks);
-                for (int64_t j = 0; j < group; j++) visible[i * group + j] = bits;
-                any |= bits;
-            }
-            if (!any) continue;  // no query reads these keys
+            const bool apart = task->queries.head_words > 0;  // each kv head reads keys of its own
+            if (!apart && !see(tile, of_sinks, 0)) continue;
             for (int64_t h = 0; h < task->num_heads; h++) {
+                if (apart && !see(tile, of_sinks, task->head + h)) continue;
                 if (a.slopes) take_biases(task->head + h, tile, of_sinks);
                 const bool last = h + 1 == task->num_heads;
                 const Places places = places_of(strips, task->head + h);
@@ -238,6 +234,17 @@ private:
                 }
             }
         }
+    }
+
+    // Takes the keys of a tile that the queries of a kv head read; whether there are any.
+    bool see(int64_t tile, bool of_sinks, int64_t head) {
+        uint64_t any = 0;
+        for (int64_t i = 0; i < task->num_queries; i++) {
+            const uint64_t bits = task->queries.bits(task->query + i, tile, of_sinks, head);
+            for (int64_t j = 0; j < group; j++) visible[i * group + j] = bits;
+            any |= bits;
+        }
+        return any != 0;
     }
 
     void take_biases(int64_t kv_head, int64_t tile, bool of_sinks) {

@@ -27,8 +27,10 @@ struct Queries {
     const uint64_t* tree;  // the path to each query, or null
     int64_t reach;         // visible keys on either side; 0: all keys up to the query's own
     int64_t least;         // the first key that any query sees, except for sinks
-    const uint64_t* chosen;  // [count, chosen_words]: a bit for each visible key that a query reads; null: all
-    int64_t chosen_words;
+    // [count, chosen_words]: a bit for each visible key that a query reads; null: all. Each kv head has head_words of
+    // them; 0: all heads share them.
+    const uint64_t* chosen;
+    int64_t chosen_words, head_words;
 
     // A query sees the keys [first_key, end_key), and sinks up to sinks_end.
     int64_t end_key(int64_t query) const {
@@ -66,11 +68,11 @@ struct Queries {
 
     Range sinks_range(const Range& found) const { return {0, found.end < sinks ? found.end : sinks}; }
 
-    // Bit j: the query sees key tile + j, among sinks or among the others.
-    uint64_t bits(int64_t query, int64_t tile, bool of_sinks) const {
+    // Bit j: the query sees key tile + j, among sinks or among the others, for a kv head.
+    uint64_t bits(int64_t query, int64_t tile, bool of_sinks, int64_t head) const {
         if (of_sinks) return bits_between(-tile, sinks_end(query) - tile);
         const uint64_t bits = bits_between(first_key(query) - tile, end_key(query) - tile);
-        return chosen && bits ? bits & chosen[query * chosen_words + tile / kTile] : bits;
+        return chosen && bits ? bits & chosen[query * chosen_words + head * head_words + tile / kTile] : bits;
     }
 
     // Whether every query finds the keys of the tile where the block table says.

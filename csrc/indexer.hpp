@@ -1,8 +1,12 @@
-// Indexers, which choose the keys that queries read (DeepSeek Sparse Attention, arXiv 2512.02556, section 2.1).
+// Indexers, which choose the keys that queries read (DeepSeek Sparse Attention, arXiv 2512.02556, section 2.1), or
+// blocks of keys (MiniMax-M3).
 //
 // A score comes from one query and one key, and heads are added in their order, so that a choice has the same
 // bits for any other content of the step. Queries are rotated and rounded as the cached keys were.
 #pragma once
+
+#include <algorithm>
+#include <functional>
 
 #include "attention.hpp"
 #include "kv_layout.hpp"
@@ -104,19 +108,22 @@ public:
         words = words && words[first_token] ? words + first_token : nullptr;
         place = token - first_token;
         queries = {static_cast<const int32_t*>(a.seq_lens)[sequence] - count, count, 0, false, 0, words, 0,
-                   a.first_keys ? static_cast<const int32_t*>(a.first_keys)[sequence] : 0, nullptr, 0};
+                   a.first_keys ? static_cast<const int32_t*>(a.first_keys)[sequence] : 0, nullptr, 0, 0};
         table = static_cast<const int32_t*>(a.block_table) + sequence * a.table_stride;
     }
     int64_t first_key() const { return queries.first_key(place); }
     int64_t num_keys() const { return queries.end_key(place) - first_key(); }
     // The keys to be scored: those of a tree's other paths too.
     int64_t end_scored() const { return queries.tree ? queries.cached + queries.count : queries.end_key(place); }
+    // The end of those whose place does not depend on a tree.
+    int64_t end_cached() const { return queries.tree ? queries.cached : queries.end_key(place); }
 
     void pack_query() {
         const float scale = 1.0f / std::sqrt(float(a.heads * a.dim));
-        const auto* own_weights = static_cast<const T*>(a.weights) + token * a.weights_stride;
+        const auto* own_weights = a.weights ? static_cast<const T*>(a.weights) + token * a.weights_stride : nullptr;
         std::memset(factors, 0, size_t(rows * a.dim) * sizeof(Factor));
-        for (int64_t h = 0; h < rows; h++) weights[h] = h < a.heads ? widened(own_weights[h]) * scale : 0.0f;
+        for (int64_t h = 0; h < rows; h++)
+            weights[h] = own_weights && h < a.heads ? widened(own_weights[h]) * scale : 0.0f;
         for (int64_t h = 0; h < a.heads; h++) {
             constexpr int P = Format::kPair, R = Format::kRows;
             Factor* to = factors + h / R * R * a.dim + h % R * (Format::kRegisters ? a.dim : P);
@@ -130,8 +137,10 @@ public:
         }
     }
 
-    // Writes the scores of the keys [begin, end), by place in the block table, begin a multiple of kTile.
-    void score(int64_t begin, int64_t end, float* to) const {
+    // Calls use(tile, row, products) for tiles of the keys [begin, end), by place in the block table, begin a multiple of
+    // kTile, and for the heads row .. row + kRows.
+    template <class Use>
+    void each_products(int64_t begin, int64_t end, Use use) const {
         paged::Unit<Format> unit{};
         unit.head_dim = a.dim;
         alignas(64) float of_heads[Format::kRows][kTile];
@@ -141,17 +150,61 @@ public:
                 const int64_t block = table[key / a.block_size];
                 unit.keys[s] = static_cast<const T*>(a.cache) + layout.strip(block, 0, key % a.block_size);
             }
-            F32 sums[kTile / kLanes];
-            for (F32& sum : sums) sum = zero();
             for (int64_t row = 0; row < rows; row += Format::kRows) {
                 products(unit, factors + row * a.dim, of_heads);
-                for (int r = 0; r < Format::kRows; r++) {
-                    const F32 weight = broadcast(weights[row + r]);
-                    for (int n = 0; n < kTile / kLanes; n++)
-                        sums[n] = fma(max(zero(), load(of_heads[r] + n * kLanes)), weight, sums[n]);
-                }
+                use(tile, row, of_heads);
+            }
+        }
+    }
+
+    // Writes the scores of the keys [begin, end).
+    void score(int64_t begin, int64_t end, float* to) const {
+        F32 sums[kTile / kLanes];
+        each_products(begin, end, [&](int64_t tile, int64_t row, const float (*of_heads)[kTile]) {
+            if (row == 0)
+                for (F32& sum : sums) sum = zero();
+            for (int r = 0; r < Format::kRows; r++) {
+                const F32 weight = broadcast(weights[row + r]);
+                for (int n = 0; n < kTile / kLanes; n++)
+                    sums[n] = fma(max(zero(), load(of_heads[r] + n * kLanes)), weight, sums[n]);
             }
             for (int n = 0; n < kTile / kLanes; n++) kvik::store(to + tile + n * kLanes, sums[n]);
+        });
+    }
+
+    // Raises best [heads, blocks] to the largest products of the keys [begin, end). A node of a tree has its own place.
+    void score_blocks(int64_t begin, int64_t end, float* best, int64_t blocks) const {
+        each_products(begin, end, [&](int64_t tile, int64_t row, const float (*of_heads)[kTile]) {
+            const int64_t last = end - tile < kTile ? end - tile : kTile;
+            for (int64_t i = 0; i < last; i++) {
+                const int64_t place = place_of(tile + i);
+                if (place < 0) continue;
+                for (int64_t r = 0; r < Format::kRows && row + r < a.heads; r++) {
+                    float& most = best[(row + r) * blocks + place / a.span];
+                    if (of_heads[r][i] > most) most = of_heads[r][i];
+                }
+            }
+        });
+    }
+
+    // Sets the bits of the blocks that each head reads. ranks: scratch, two for each block.
+    void choose_blocks(const float* best, int64_t blocks, uint64_t* ranks) {
+        const int64_t end = queries.end_key(place), count = (end + a.span - 1) / a.span, words = a.out_stride / a.heads;
+        uint64_t* sorted = ranks + blocks;
+        for (int64_t h = 0; h < a.heads; h++) {
+            auto* to = static_cast<uint64_t*>(a.out) + token * a.out_stride + h * words;
+            for (int64_t at = 0; at < end; at += kTile)
+                to[at / kTile] = count <= a.top ? paged::bits_between(-at, end - at) : 0;
+            if (count <= a.top) continue;
+            for (int64_t b = 0; b < count; b++)
+                ranks[b] = sorted[b] = ranked(b + a.local >= count ? INFINITY : best[h * blocks + b], b);
+            std::nth_element(sorted, sorted + a.top - 1, sorted + count, std::greater<uint64_t>());
+            for (int64_t b = 0; b < count; b++) {
+                if (ranks[b] < sorted[a.top - 1]) continue;
+                const int64_t first = b * a.span, last = first + a.span < end ? first + a.span : end;
+                for (int64_t at = first / kTile * kTile; at < last; at += kTile)
+                    to[at / kTile] |= paged::bits_between(first - at, last - at);
+            }
         }
     }
 
@@ -187,6 +240,13 @@ public:
     float* scores;  // of a query that one thread scores
 
 private:
+    // The place in the query's own sequence of a key; below 0: it is not on the path to it.
+    int64_t place_of(int64_t key) const {
+        if (!queries.tree || key < queries.cached) return key;
+        const uint64_t path = queries.tree[place], node = uint64_t(1) << (key - queries.cached);
+        return path & node ? queries.cached + __builtin_popcountll(path & (node - 1)) : -1;
+    }
+
     // The smallest of the `top` largest scores, as `ordered`. They are sorted into buckets of equal width, one of which
     // has it; its members are sorted into narrower buckets. `lowest_kept` does the same with 28 bytes a key, not 8.
     uint32_t lowest_of(const float* of_keys, int64_t count) const {
@@ -275,6 +335,55 @@ void choose(const choose_keys_args& a, Team& team) {
     });
 }
 
+// The same for blocks of keys, whose best products take the place of scores.
+template <class Format, class T>
+void choose_blocks(const choose_keys_args& a, Team& team) {
+    const auto* starts = static_cast<const int32_t*>(a.query_start_loc);
+    const int64_t tokens = starts[a.num_seqs];
+    const auto* lengths = static_cast<const int32_t*>(a.seq_lens);
+    int64_t longest = 0;
+    for (int64_t s = 0; s < a.num_seqs; s++)
+        if (lengths[s] > longest) longest = lengths[s];
+    longest = (longest + kKeysPerTask - 1) / kKeysPerTask * kKeysPerTask;
+    const int64_t blocks = longest / a.span, row = a.heads * blocks;
+    const size_t own = Chooser<Format, T>::scratch_bytes(a, 0), best_bytes = size_t(row) * sizeof(float);
+    const size_t scratch = (own + best_bytes + 63) / 64 * 64 + size_t(2 * blocks) * sizeof(uint64_t);
+    const bool few = blocks > a.top && tokens <= kFewQueries;
+    const int64_t parts = few ? longest / kKeysPerTask : 1;
+    float* shared = few ? static_cast<float*>(shared_scratch(team, 0, size_t(tokens) * best_bytes)) : nullptr;
+    if (few)
+        together(team, tokens * parts, [&](Member& member) {
+            Chooser<Format, T> chooser(a, static_cast<char*>(member.scratch(scratch)), 0);
+            for (int64_t task; (task = member.next()) >= 0;) {
+                chooser.take(task / parts);
+                float* best = shared + task / parts * row;
+                const int64_t begin = task % parts * kKeysPerTask, last = chooser.end_cached();
+                for (int64_t h = 0; h < a.heads; h++)
+                    std::fill_n(best + h * blocks + begin / a.span, kKeysPerTask / a.span, -INFINITY);
+                if (begin >= last) continue;
+                chooser.pack_query();
+                chooser.score_blocks(begin, begin + kKeysPerTask < last ? begin + kKeysPerTask : last, best, blocks);
+            }
+        });
+    together(team, tokens, [&](Member& member) {
+        char* memory = static_cast<char*>(member.scratch(scratch));
+        Chooser<Format, T> chooser(a, memory, 0);
+        float* mine = reinterpret_cast<float*>(memory + own);
+        auto* ranks = reinterpret_cast<uint64_t*>(memory + (own + best_bytes + 63) / 64 * 64);
+        for (int64_t token; (token = member.next()) >= 0;) {
+            chooser.take(token);
+            float* best = few ? shared + token * row : mine;
+            const int64_t end = chooser.end_scored(), first = few ? chooser.end_cached() / kTile * kTile : 0;
+            if (!few) std::fill_n(best, row, -INFINITY);
+            if ((chooser.num_keys() + a.span - 1) / a.span > a.top && end > (few ? chooser.end_cached() : 0)) {
+                chooser.pack_query();
+                chooser.score_blocks(first, end, best, blocks);
+            }
+            chooser.choose_blocks(best, blocks, ranks);
+        }
+    });
+}
+
 }  // namespace indexer
 
 void store_index(const store_index_args& a, Team& team) {
@@ -282,6 +391,11 @@ void store_index(const store_index_args& a, Team& team) {
 }
 
 void choose_keys(const choose_keys_args& a, Team& team) {
+    if (a.span) {
+        a.dtype == kF32 ? indexer::choose_blocks<paged::Floats, float>(a, team)
+                        : indexer::choose_blocks<paged::PairsOfBF16, bf16>(a, team);
+        return;
+    }
     a.dtype == kF32 ? indexer::choose<paged::Floats, float>(a, team)
                     : indexer::choose<paged::PairsOfBF16, bf16>(a, team);
 }

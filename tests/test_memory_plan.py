@@ -270,6 +270,11 @@ def test_the_plan_matches_the_peak_of_a_large_model(
         | {"global_head_dim": 32, "hidden_size_per_layer_input": 1024},
         {"architectures": ["Gemma3nForCausalLM"], "hidden_act": None, "num_kv_shared_layers": 1}
         | {"layer_types": ["full_attention"] * 3, "activation_sparsity_pattern": [0.9] * 3},
+        {"architectures": ["MiniMaxM3VLForCausalLM"], "hidden_act": None, "index_n_heads": 2}
+        | {"mlp_layer_types": ["dense"] * 3, "layer_types": ["minimax_m3_sparse"] * 3}
+        | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
+        | {"index_head_dim": 32, "index_block_size": 16, "dense_intermediate_size": 1024}
+        | {"num_experts_per_tok": 2, "rotary_dim": 32},
         {"architectures": ["HYV4ForCausalLM"], "mlp_layer_types": ["dense"] * 3}
         | {"qk_rope_head_dim": 32, "kv_lora_rank": 128, "qk_nope_head_dim": 32, "v_head_dim": 32}
         | {"num_experts_per_tok": 2, "index_head_dim": 64, "q_lora_rank": 64},

@@ -24,7 +24,7 @@ BUDGETS = {
     "kernels": 11150,
     "kvik_bench": 9750,
     "lang": 700,
-    "models": 8960,
+    "models": 9230,
     "nn": 7100,
     "planner": 5880,
     "quantize": 3310,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvik.attention.base import AttendLatent, AttentionBackend, AttentionSpec, LatentUp, LayerKV
 from kvik.attention.fresh_prompts import FreshPrompts
+from kvik.attention.indexed import Choice
 from kvik.attention.layout import StepLayout
 from kvik.kernels.kv_rounding import round_vectors, unround_vectors
 from kvik.kernels.ops import Ops
@@ -129,9 +130,11 @@ class Sequences:
         rotation = there(torch.cat([self.rotations[i][own] for i, own in parts]))
         metadata, spec = backend.plan(layout, None), AttentionSpec(SCALE)
         up, k_rope = up_of(backend._ops, self.where), k_rope[:, None]
-        chosen = None if choice is None else [places.to(self.where) for places in choice]
-        if chosen and backend.caps.name == "cpu":
-            chosen = [as_bits(chosen, layout)]
+        chosen: Choice | None = None
+        if choice is not None:
+            chosen = [[places.to(self.where)] for places in choice]
+            if backend.caps.name == "cpu":
+                chosen = [as_bits(choice, layout)]
         out = backend.run_latent(
             AttendLatent(q, q_rope, latent, k_rope, up, self.kv, metadata, spec, rotation, chosen)
         )

@@ -59,7 +59,8 @@ def seen_by_token(layout: StepLayout) -> list[torch.Tensor]:
 
 
 def from_bits(choice: torch.Tensor, layout: StepLayout) -> list[torch.Tensor]:
-    """Return the places of the keys that each token reads, from a choice of the native kernels."""
+    """Return the places of the keys that each token reads, from a choice of the native kernels for
+    all heads or one of them."""
     bits = (choice[:, :, None] >> torch.arange(64) & 1).flatten(1).bool()
     pairs = zip(seen_by_token(layout), bits, strict=True)
     return [seen[of_token[: len(seen)]] for seen, of_token in pairs]

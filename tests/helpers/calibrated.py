@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from helpers import tiny_models
 from helpers.model_cases import BESIDE, H1_FACTORS
-from helpers.tiny_models import DELTA, INDEXED, KIMI
+from helpers.tiny_models import DELTA, IN_BLOCKS, INDEXED, KIMI
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -206,6 +206,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"v_head_dim": 10, "n_routed_experts": 6, "num_experts_per_tok": 6, "head_dim": 8},
         **{"index_topk": 4096, "gated_norm_rank": 4},
     },
+    "MiniMaxM3VL": {**IN_BLOCKS, "num_experts_per_tok": 6, "index_topk_blocks": 1024},
     "HYV4": {
         **{**LATENT, **INDEXED, "q_lora_rank": 16, "kv_lora_rank": 24, "qk_rope_head_dim": 8},
         **{"v_head_dim": 10, "n_routed_experts": 6, "num_experts_per_tok": 6, "head_dim": 8},
@@ -255,6 +256,7 @@ LEFT: dict[str, set[str]] = {
     "AXK2": {"gate", "kv_b_proj", "weights_proj", "W_down", "W_up"},
     "GlmMoeDsa": {"gate", "kv_b_proj", "weights_proj"},
     "HYV4": {"gate", "kv_b_proj", "weights_proj", "linear_gate"},
+    "MiniMaxM3VL": {"gate"},
     "KimiLinear": {
         *("gate", "kv_b_proj", "b_proj"),
         *("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"),

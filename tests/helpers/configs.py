@@ -350,6 +350,13 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "AXK2ForCausalLM",
         vocab=163840, hidden=2048, inner=5120, layers=48, heads=32, kv_heads=32, positions=131072,
     ),
+    "MiniMax-M3": {
+        "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
+        "text_config": {
+            "sparse_attention_config": {"sparse_attention_freq": [0] * 3 + [1] * 57},
+            "moe_layer_freq": [0] * 3 + [1] * 57,
+        },
+    },
     "Hy4-preview": config(
         "HYV4ForCausalLM",
         vocab=120832, hidden=2816, inner=6912, layers=34, heads=32, kv_heads=32, positions=262144,

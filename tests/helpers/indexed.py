@@ -12,6 +12,13 @@ from kvik.attention.layout import StepLayout
 from kvik.spec.kv import IndexSpec
 
 HEADS, DIM, ROPE, TOP, BLOCK = 8, 24, 8, 11, 16
+SPECS = {
+    "halves": IndexSpec(HEADS, DIM, TOP),
+    "neighbours": IndexSpec(HEADS, DIM, TOP, interleaved=True),
+    "blocks": IndexSpec(HEADS, DIM, 3 * 8, span=8, local=1),
+    "large blocks": IndexSpec(HEADS, DIM, 2 * 128, span=128, local=2),
+    "pairs": IndexSpec(HEADS, DIM, 6 * 2, span=2),
+}
 TREE = tree_words(PARENTS)
 CASES = {**STEPS, "tree": [(20, 1), (33, len(TREE))], "long": [(1500, 1), (0, 70), (1100, 5)]}
 
@@ -24,12 +31,11 @@ class Texts:
         contexts: list[int],
         *,
         backend: AttentionBackend,
-        interleaved: bool = False,
+        spec: IndexSpec = SPECS["halves"],
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.backend, self.dtype = backend, dtype
+        self.backend, self.dtype, self.spec = backend, dtype, spec
         g = torch.Generator().manual_seed(len(contexts))
-        self.spec = IndexSpec(HEADS, DIM, TOP, interleaved)
         self.q = [torch.randn(n, HEADS * DIM, generator=g).to(dtype) for n in contexts]
         self.k = [torch.randn(n, DIM, generator=g).to(dtype) for n in contexts]
         self.weights = [torch.randn(n, HEADS, generator=g).to(dtype) for n in contexts]
@@ -40,8 +46,9 @@ class Texts:
         index = torch.full((sum(counts), BLOCK, 1, DIM), torch.nan, dtype=dtype)
         self.kv = LayerKV(none, none, index=index)
 
-    def step(self, spans: list[tuple[int, int]], words: tuple[int, ...] = ()) -> list[Tensor]:
-        """Store the keys of the new tokens of each sequence, and return what they choose.
+    def step(self, spans: list[tuple[int, int]], words: tuple[int, ...] = ()) -> list[list[Tensor]]:
+        """Store the keys of the new tokens of each sequence, and return what they choose, for each
+        head that chooses.
 
         Args:
             spans: (cached, new) tokens. words: of the tree in the last sequence.
@@ -67,12 +74,14 @@ class Texts:
         )
         angles = self.new(self.angles, spans)
         rotation = torch.cat((angles.cos(), angles.sin()), 1)
-        parts = (self.new(part, spans) for part in (self.q, self.k, self.weights))
-        of = Indexed(self.spec, *parts, rotation)
-        choice = self.backend.choose(of, self.kv, layout)
+        q, k, weights = (self.new(part, spans) for part in (self.q, self.k, self.weights))
+        of = Indexed(self.spec, q, k, None if self.spec.span else weights, rotation)
+        choice, heads = self.backend.choose(of, self.kv, layout), HEADS if self.spec.span else 1
         if choice and self.backend.caps.name == "cpu":
-            return from_bits(choice[0], layout)
-        return choice or seen_by_token(layout)
+            bits = choice[0].view(len(q), heads, -1)
+            each = (from_bits(bits[:, head], layout) for head in range(heads))
+            return [list(of_token) for of_token in zip(*each, strict=True)]
+        return choice or [[seen] * heads for seen in seen_by_token(layout)]
 
     @staticmethod
     def new(parts: list[Tensor], spans: list[tuple[int, int]]) -> Tensor:
@@ -80,13 +89,29 @@ class Texts:
         return torch.cat([part[cached : cached + new] for part, (cached, new) in pairs])
 
     def scores(self, seq: int) -> Tensor:
-        """Return the score of each key for each query of a sequence, by definition."""
+        """Return the score of each key for each query of a sequence, by definition, [queries, 1 or
+        heads, keys]."""
         q = self.q[seq].view(-1, HEADS, DIM).double()
         k, turns = self.k[seq][:, None].double(), torch.polar(*self._unit(seq))
         q, k = (self._turned(x, turns).to(self.dtype).double() for x in (q, k))
         products = torch.einsum("qhd,kd->qhk", q, k[:, 0]) / DIM**0.5
+        if self.spec.span:
+            return products
         weights = self.weights[seq].double() / HEADS**0.5
-        return torch.einsum("qh,qhk->qk", weights, products.relu())
+        return torch.einsum("qh,qhk->qk", weights, products.relu())[:, None]
+
+    def right(self, scores: Tensor) -> Tensor:
+        """Return the places of the keys that a head chooses, by its scores of the keys that a query
+        sees, in their order."""
+        spec = self.spec
+        if not spec.span:
+            return scores.topk(min(spec.top, len(scores))).indices.sort().values
+        blocks = scores.split(spec.span)
+        best = torch.stack([block.max() for block in blocks])
+        best[len(best) - min(spec.local, len(best)) :] = torch.inf
+        chosen = best.topk(min(spec.top // spec.span, len(best))).indices.sort().values
+        places = torch.arange(len(scores)).split(spec.span)
+        return torch.cat([places[block] for block in chosen])
 
     def _unit(self, seq: int) -> tuple[Tensor, Tensor]:
         angles = self.angles[seq].double()
@@ -100,11 +125,11 @@ class Texts:
 
 
 def check_choice(
-    case: str, backend: AttentionBackend, dtype: torch.dtype, *, interleaved: bool
+    case: str, backend: AttentionBackend, dtype: torch.dtype, spec: IndexSpec = SPECS["halves"]
 ) -> None:
     """Check what each new token of a case of `CASES` reads, against the definition."""
     spans, words = CASES[case], TREE if case == "tree" else ()
-    texts = Texts([*map(sum, spans)], backend=backend, interleaved=interleaved, dtype=dtype)
+    texts = Texts([*map(sum, spans)], backend=backend, spec=spec, dtype=dtype)
     if any(cached for cached, _ in spans):
         texts.step([(0, cached) for cached, _ in spans])
     found = iter(texts.step(spans, words))
@@ -112,8 +137,8 @@ def check_choice(
         visible = torch.ones(new, cached + new, dtype=torch.bool).tril(cached)
         if words and seq + 1 == len(spans):
             visible[:, cached:] = torch.tensor(words)[:, None] >> torch.arange(new) & 1
-        scores = texts.scores(seq)[cached:].masked_fill(~visible, -torch.inf)
-        for row, seen in zip(scores, visible, strict=True):
-            right = row.topk(min(TOP, int(seen.sum()))).indices.sort().values
-            assert torch.equal(next(found), right)
+        for of_heads, seen in zip(texts.scores(seq)[cached:], visible, strict=True):
+            places = seen.nonzero()[:, 0]
+            for scores, chosen in zip(of_heads, next(found), strict=True):
+                assert torch.equal(chosen, places[texts.right(scores[places])])
     assert next(found, None) is None

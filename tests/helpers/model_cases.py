@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from helpers.tiny_models import DELTA, GEMMA3N, INDEXED, KIMI, LATENT, LLAMA4
+from helpers.tiny_models import DELTA, GEMMA3N, IN_BLOCKS, INDEXED, KIMI, LATENT, LLAMA4
 
 
 def rope(**parameters: Any) -> dict[str, Any]:
@@ -543,6 +543,20 @@ CASES = {
         indexer_types=["full", "shared", "full"],
         tie_word_embeddings=True,
         rms_norm_eps=0.1,
+    ),
+    "minimax-m3": case("MiniMaxM3VL", IN_BLOCKS),
+    "minimax-m3-local": case(
+        "MiniMaxM3VL",
+        IN_BLOCKS,
+        rms_norm_eps=0.1,
+        index_block_size=2,
+        index_topk_blocks=5,
+        index_local_blocks=3,
+        routed_scaling_factor=1.7,
+        layer_types=["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"],
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        rotary_dim=16,
+        rope_parameters={"rope_theta": 1e4, "rope_type": "default"},
     ),
     "hunyuan-4": case("HYV4", INDEXED, hc_mult=4, learnable_sink_init=0.7),
     "hunyuan-4-shared": case(

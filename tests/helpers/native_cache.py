@@ -208,6 +208,7 @@ def attend(
         sink_q_stride=padded.stride(0),
         chosen=None,
         chosen_stride=0,
+        chosen_head_stride=0,
         first_keys=firsts,
         out=out.view,
         out_stride=out.stride,

@@ -59,7 +59,10 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 # Families whose text models have their own configuration class.
-TEXT_CONFIGS = ("Gemma3", "Gemma3n", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe", "Llama4")
+TEXT_CONFIGS = (
+    *("Gemma3", "Gemma3n", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe", "Llama4"),
+    "MiniMaxM3VL",
+)
 
 LLAMA4: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -124,6 +127,26 @@ INDEXED: dict[str, Any] = {  # of DeepSeek V3.2 and GLM-5: each query reads ten 
 }
 
 
+IN_BLOCKS: dict[str, Any] = {  # of MiniMax-M3: each query reads three blocks of four keys
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5},
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "dense_intermediate_size": 56,
+    "shared_intermediate_size": 40,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_block_size": 4,
+    "index_topk_blocks": 3,
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+}
+
+
 # Families that also read images -> their encoders, as small as possible.
 _VISION = {"depth": 1, "num_heads": 2, "patch_size": 2}
 ENCODERS: dict[str, dict[str, Any]] = {
@@ -183,6 +206,8 @@ def save_tiny(folder: Path, family: str, *, seed: int = 0, **options: Any) -> An
     model.save_pretrained(folder)
     if family in PUBLISHED:
         _rename_as_published(folder, model.config, PUBLISHED[family])
+    if family == "MiniMaxM3VL":
+        _separate(folder)
     return model
 
 
@@ -200,6 +225,32 @@ PUBLISHED = {
         "shared_experts.linear_gate": "shared_experts.gate_proj",
     },
 }
+
+
+def _separate(folder: Path) -> None:
+    """Write the experts of MiniMax-M3, and gates, one by one, as published."""
+    path = folder / "model.safetensors"
+    named: dict[str, Tensor] = {}
+    for name, tensor in load_file(path).items():
+        part = name.rpartition(".experts.")[0]
+        if part:
+            for e, matrix in enumerate(tensor):
+                names = ("w1", "w3") if "gate_up" in name else ("w2",)
+                parts = zip(names, matrix.chunk(len(names)), strict=True)
+                named |= {f"{part}.experts.{e}.{w}.weight": rows for w, rows in parts}
+        elif "gate_up_proj" in name:
+            gate, up = tensor.chunk(2)
+            named |= {name.replace("gate_up", "gate"): gate, name.replace("gate_up", "up"): up}
+        else:
+            named[name.replace("indexer.", "index_")] = tensor
+    sparse = {name.rpartition(".experts.")[0] for name in named if ".experts." in name}
+    for scope in sparse:
+        published = scope.replace(".mlp", ".block_sparse_moe")
+        for name in [name for name in named if name.startswith(f"{scope}.")]:
+            new = name.replace(scope, published).replace("gate.e_score", "e_score")
+            named[new] = named.pop(name)
+    stored = {name: tensor.contiguous() for name, tensor in named.items()}
+    save_file(stored, path, metadata={"format": "pt"})
 
 
 def _rename_as_published(folder: Path, config: Any, renamed: dict[str, str]) -> None:

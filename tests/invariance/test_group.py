@@ -25,7 +25,7 @@ from helpers.matrix import (
 from helpers.optional_native import needs_native
 from helpers.stored_models import CONFIGS as STORED
 from helpers.stored_models import SIZES, save_quantised
-from helpers.tiny_models import save_tiny, tokens
+from helpers.tiny_models import IN_BLOCKS, save_tiny, tokens
 from helpers.untrained_heads import save_heads
 from safetensors.torch import load_file, save_file
 
@@ -163,6 +163,7 @@ FAMILIES: dict[str, dict[str, object]] = {
         **CALIBRATED["KimiLinear"],
         **{"num_attention_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16},
     },
+    "MiniMaxM3VL": IN_BLOCKS,
     "HYV4": {
         **CALIBRATED["HYV4"],
         **{"num_attention_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16},
@@ -213,6 +214,7 @@ EXPERTS = (
     "Jamba",
     "KimiLinear",
     "HYV4",
+    "MiniMaxM3VL",
     "Laguna",
     "MiMoV2Flash",
     "Flint",

@@ -14,6 +14,7 @@ from helpers.paged_model import PagedModel
 from helpers.tiny_models import (
     DELTA,
     IMAGE_PREFIXES,
+    IN_BLOCKS,
     INDEXED,
     LATENT,
     reference_logits,
@@ -113,8 +114,11 @@ def test_masks_in_old_gpt2_checkpoints_are_ignored(tmp_path: Path) -> None:
     torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
 
 
-def test_names_of_residual_streams_as_transformers_writes_them(tmp_path: Path) -> None:
-    reference, ids = tiny_model("HYV4", **INDEXED), tokens(12)
+@pytest.mark.parametrize(("family", "options"), [("HYV4", INDEXED), ("MiniMaxM3VL", IN_BLOCKS)])
+def test_names_as_transformers_writes_them(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    reference, ids = tiny_model(family, **options), tokens(30)
     reference.save_pretrained(tmp_path)
     expected = reference_logits(reference, ids)
     torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)

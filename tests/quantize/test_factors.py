@@ -75,6 +75,7 @@ SECOND = (
     *("NemotronH", "Cohere2Moe", "OlmoHybrid", "KimiLinear", "Laguna", "MiMoV2Flash"),
     "Jamba",
     "HYV4",
+    "MiniMaxM3VL",
 )
 
 
@@ -140,6 +141,7 @@ def test_outputs_do_not_change(tmp_path: Path, family: str, index: int) -> None:
         "OlmoHybrid": (5, 2),
         "GlmMoeDsa": (9,),
         "AXK2": (3,),
+        "MiniMaxM3VL": (3, 12),
         "HYV4": (5, 3 + 1 + 6 + 2),  # nothing after clamped gates
         "KimiLinear": (5, 3 + 1 + 2 * 6 + 2),
         "Laguna": (5, 3 + 1 + 2 * 6 + 2),

@@ -55,6 +55,7 @@ from kvik.spec.visible_keys import Window
         ("OLMo-7B", 6_888_095_744),
         ("OLMo-Hybrid-7B", 7_430_870_688),
         ("kimi-linear-48b-a3b", 49_122_681_728),
+        ("MiniMax-M3", 426_174_572_928),
         ("Hy4-preview", 58_278_201_581),
         ("glm-5", 743_911_218_432),
         ("Laguna-XS.2", 33_442_617_088),

@@ -10,6 +10,7 @@ import pytest
 from helpers.configs import LLAMA3_SCALING, PUBLIC, small, small_qwen
 from helpers.model_cases import BESIDE
 from helpers.tiers import examples
+from helpers.tiny_models import IN_BLOCKS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from kvik.models.model_spec import ModelSpec, read_model_spec
 from kvik.models.registry import ARCHITECTURES
 from kvik.spec.rope import ROPE_KINDS
 
+BLOCKS = {**IN_BLOCKS, "num_hidden_layers": 3, "hidden_act": None}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["T5Model"]}, "architectures"),
     ({"architectures": ...}, "architectures"),
@@ -210,6 +212,14 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
     (of("DeepseekV32", layer_types=["full_attention"] * 4), "layer_types"),
     (of("DeepseekV32", compress_ratios=[4]), "compress_ratios"),
     (of("AXK2", gated_norm_rank=0), "gated_norm_rank"),
+    *(
+        (of("MiniMaxM3VL", **{**BLOCKS, key: value}), key)
+        for key, value in (
+            *(("index_n_heads", 1), ("index_head_dim", 8), ("index_block_size", 12)),
+            *(("index_block_size", 2048), ("index_local_blocks", 4), ("swiglu_alpha", 1.0)),
+            *(("layer_types", ["full_attention"]), ("layer_types", ["sliding_attention"] * 2)),
+        )
+    ),
     *(
         (of("HYV4", **{key: value}), key)
         for key, value in (("swiglu_limit", 7.0), ("hc_mult", 1), ("hc_eps", -1.0))

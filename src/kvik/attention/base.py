@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvik.attention.budget import weights_of
-from kvik.attention.indexed import Indexed, choose_keys, index_keys
+from kvik.attention.indexed import Choice, Indexed, choose_keys, index_keys
 from kvik.attention.layout import StepLayout
 from kvik.errors import ConfigError
 from kvik.frozen import frozen
@@ -156,6 +156,8 @@ class Attend:
     # is rotated a second time, for the position after all keys that it sees. None: as for other
     # keys.
     sink_rotation: Tensor | None = None
+    # As `AttentionBackend.choose` returns it; None: each token reads all that it sees.
+    choice: Choice | None = None
 
     def for_sinks(self, ops: Ops) -> Tensor | None:
         """Return q normalised and rotated for sinks of the window; None: the same as for other
@@ -250,7 +252,7 @@ class AttendLatent:
     spec: AttentionSpec
     rotation: Tensor | None  # [tokens, rope] fp32, only for q_rope and k_rope; None: no rotation
     # As `AttentionBackend.choose` returns it; None: each token reads all that it sees.
-    choice: Sequence[Tensor] | None = None
+    choice: Choice | None = None
 
     def turned(self, ops: Ops) -> tuple[Tensor, Tensor]:
         """Return q_rope and k_rope rotated."""
@@ -320,67 +322,55 @@ class AttentionBackend:
         means = self.run(attend.joined(self._ops))[..., : attend.up.rank]
         return attend.up.to_values(self._ops, means)
 
-    def choose(self, of: Indexed, kv: LayerKV, layout: StepLayout) -> list[Tensor]:
+    def choose(self, of: Indexed, kv: LayerKV, layout: StepLayout) -> Choice:
         """Write the keys of a layer's indexer into the cache, and return which keys each token
-        reads, for `AttendLatent.choice` of the same backend: here for each token their places in
-        its sequence, ascending. Nothing: each token reads all that it sees."""
+        reads, for `choice` of the same backend; see `choose_keys`. Nothing: each token reads all
+        that it sees."""
         assert kv.index is not None
         index_keys(self._ops, of, kv.index, layout)
         return choose_keys(of, kv.index, layout)
 
-    def run_chosen(self, attend: AttendLatent, choice: Sequence[Tensor]) -> Tensor:
+    def choice_of(self, choice: Choice, kv_heads: slice) -> Choice:
+        """Return what some KV heads have chosen."""
+        return [of_token[kv_heads] for of_token in choice]
+
+    def run_by_head(self, attend: Attend, choice: Choice) -> Tensor:
+        """Do the same as `run` over the keys that each KV head has chosen. They are copied to a
+        cache of their own, in which each head of each token has a sequence, so that kernels need
+        not know of the choice."""
+        (q, _, _), kv, spec = attend.stored(self._ops), attend.kv, attend.spec
+        assert spec.sinks is None and spec.slopes is None
+        spec, kv_heads = replace(spec, norms=None, local_heads=False), kv.k.shape[2]
+        slots, out = _slots_of_tokens(attend.metadata.layout), torch.empty_like(q)
+        for first in range(0, len(choice), COPIED):
+            part = slice(first, first + COPIED)
+            at = [
+                all_of[places]
+                for all_of, of_heads in zip(slots[part], choice[part], strict=True)
+                for places in of_heads
+            ]
+            copy, layout = _copy_of(kv, at, kv_heads)
+            queries = q[part].unflatten(1, (kv_heads, -1)).flatten(0, 1)
+            of_copies = Attend(queries, None, None, copy, self.plan(layout, None), spec)
+            out[part] = self.run(of_copies).view_as(q[part])
+        return attend.narrowed(out)
+
+    def run_chosen(self, attend: AttendLatent, choice: Choice) -> Tensor:
         """Do the same over some keys: they are copied to a cache of their own, in which each token
         has a sequence, so that kernels need not know of the choice."""
-        layout, rank = attend.metadata.layout, attend.up.rank
+        layout = attend.metadata.layout
         q_rope, k_rope = attend.turned(self._ops)
         self.store_latents(attend.latent, k_rope, attend.kv, layout.slot_mapping)
         q = attend.up.into_queries(self._ops, attend.q)  # [tokens, heads, rank]
         means = torch.empty_like(q)
-        slots: list[Tensor] = []  # of each token's sequence
-        for seq, length in enumerate(layout.num_scheduled):
-            slots += [layout.slots(seq)] * length
+        slots = _slots_of_tokens(layout)
         for first in range(0, len(choice), COPIED):
             part = slice(first, first + COPIED)
-            at = [all_of[places] for all_of, places in zip(slots[part], choice[part], strict=True)]
-            kv, copied = self._copy_of(attend.kv, at, rank)
+            chosen = zip(slots[part], choice[part], strict=True)
+            kv, copied = _copy_of(attend.kv, [all_of[places[0]] for all_of, places in chosen])
             of_copies = replace(attend, kv=kv, metadata=self.plan(copied, None))
             means[part] = self.means(of_copies, q[part], q_rope[part])
         return attend.up.to_values(self._ops, means)
-
-    def _copy_of(self, kv: LayerKV, at: Sequence[Tensor], rank: int) -> tuple[LayerKV, StepLayout]:
-        """Copy latent vectors to another cache of the same format, in which they have the same
-        bits: rounding them again changes nothing.
-
-        Args:
-            at: KV positions of the keys of each token, which becomes a sequence.
-            rank: of the vectors.
-        """
-        counts, size = [len(slots) for slots in at], kv.k.shape[1]
-        blocks = -(-max(counts) // size)  # of a sequence
-        rows = self.keys(kv, torch.cat(list(at)))  # [keys, 1, width]
-        each = partial(torch.tensor, dtype=torch.int32, device=rows.device)
-        layout = StepLayout(
-            query_start_loc=each(range(len(at) + 1)),
-            seq_lens=each(counts),
-            block_table=each(range(len(at) * blocks)).view(len(at), blocks),
-            slot_mapping=torch.cat(
-                [
-                    torch.arange(count, device=rows.device) + i * blocks * size
-                    for i, count in enumerate(counts)
-                ]
-            ),
-            num_scheduled=(1,) * len(at),
-            contexts=tuple(counts),
-            block_size=size,
-        )
-        shape = len(at) * blocks, size, 1
-        k, scales = _zeros_like(kv.k, *shape, rows.shape[2]), None
-        if kv.k_scales is not None:
-            scales = _zeros_like(kv.k_scales, *shape)
-        values = None if scales is None else scales[..., :0]
-        copy = LayerKV(k, k[..., :0], scales, values)
-        self.store_latents(rows[:, 0, :rank], rows[..., rank:], copy, layout.slot_mapping)
-        return copy, layout
 
     def store_latents(
         self, latent: Tensor, k_rope: Tensor, kv: LayerKV, slot_mapping: Tensor
@@ -438,10 +428,51 @@ class AttentionBackend:
 # Writing and reading the cache in any of its formats, with torch's operations.
 
 
-def _zeros_like(stored: Tensor, *shape: int) -> Tensor:
-    """Return zeros of the dtype of `stored`, which torch may be unable to fill."""
-    zeros = movable(stored).new_zeros(shape)
-    return zeros.view(stored.dtype)
+def _slots_of_tokens(layout: StepLayout) -> list[Tensor]:
+    """Return, for each token of a step, the KV positions of its sequence."""
+    slots: list[Tensor] = []
+    for seq, length in enumerate(layout.num_scheduled):
+        slots += [layout.slots(seq)] * length
+    return slots
+
+
+def _copy_of(kv: LayerKV, at: Sequence[Tensor], heads: int = 1) -> tuple[LayerKV, StepLayout]:
+    """Copy keys and values, with the same bits, to a cache that has one KV head.
+
+    Args:
+        at: KV positions of the keys of each sequence of the copy; those of head h are in every
+            `heads`-th sequence, from h on.
+    """
+    counts, size, device = [len(slots) for slots in at], kv.k.shape[1], kv.k.device
+    blocks = -(-max(counts) // size)  # of a sequence
+    each = partial(torch.tensor, dtype=torch.int32, device=device)
+    layout = StepLayout(
+        query_start_loc=each(range(len(at) + 1)),
+        seq_lens=each(counts),
+        block_table=each(range(len(at) * blocks)).view(len(at), blocks),
+        slot_mapping=torch.cat(
+            [torch.arange(n, device=device) + i * blocks * size for i, n in enumerate(counts)]
+        ),
+        num_scheduled=(1,) * len(at),
+        contexts=tuple(counts),
+        block_size=size,
+    )
+    numbers = torch.arange(len(at), device=device) % heads
+    from_heads = numbers.repeat_interleave(torch.tensor(counts, device=device))
+    slots = torch.cat(list(at))
+
+    def copied(stored: Tensor) -> Tensor:
+        rows = movable(stored).flatten(0, 1)[slots, from_heads]
+        copy = rows.new_zeros(len(at) * blocks * size, *rows.shape[1:])
+        copy[layout.slot_mapping] = rows
+        return copy.view(stored.dtype).unflatten(0, (-1, size))[:, :, None]
+
+    k, k_scales = copied(kv.k), None if kv.k_scales is None else copied(kv.k_scales)
+    if kv.latent:
+        none = None if k_scales is None else k_scales[..., :0]
+        return LayerKV(k, k[..., :0], k_scales, none), layout
+    v_scales = None if kv.v_scales is None else copied(kv.v_scales)
+    return LayerKV(k, copied(kv.v), k_scales, v_scales), layout
 
 
 def move_tokens(stored: Tensor, source: Tensor, target: Tensor) -> None:

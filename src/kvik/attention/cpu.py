@@ -7,6 +7,8 @@ content of the step.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ from kvik.attention.base import (
     BackendCaps,
     LayerKV,
 )
-from kvik.attention.indexed import Indexed
+from kvik.attention.indexed import Choice, Indexed
 from kvik.attention.layout import StepLayout
 from kvik.kernels.cpu.native import Argument, Native
 from kvik.kernels.ops import Ops
@@ -49,7 +51,16 @@ class CpuAttention(AttentionBackend):
             self.store(k, v, attend.kv, attend.metadata.layout.slot_mapping)
         if attend.kv.queries is not None:
             self._keep_queries(q, attend.kv.queries, attend.metadata.layout, attend.spec.scale)
-        return self._attend(q, None, attend.kv, attend.metadata, attend.spec, out, for_sinks)
+        of, chosen = (attend.kv, attend.metadata, attend.spec), _bits(attend.choice)
+        return self._attend(q, None, *of, out, for_sinks, chosen)
+
+    def run_by_head(self, attend: Attend, choice: Choice) -> Tensor:
+        return self.run(replace(attend, choice=choice))
+
+    def choice_of(self, choice: Choice, kv_heads: slice) -> Choice:
+        bits = _bits(choice)
+        assert bits is not None
+        return [bits[:, kv_heads]]
 
     def store(self, k: Tensor, v: Tensor, kv: LayerKV, slot_mapping: Tensor) -> None:
         """Write k and v into the cache; see `base.store`."""
@@ -106,12 +117,12 @@ class CpuAttention(AttentionBackend):
 
     def means(self, attend: AttendLatent, q: Tensor, q_rope: Tensor) -> Tensor:
         out = self.native.empty(*q.shape, dtype=q.dtype)
-        chosen = attend.choice[0] if attend.choice else None
-        return self._attend(q, q_rope, attend.kv, attend.metadata, attend.spec, out, chosen=chosen)
+        of, chosen = (attend.kv, attend.metadata, attend.spec), _bits(attend.choice)
+        return self._attend(q, q_rope, *of, out, chosen=chosen)
 
-    def choose(self, of: Indexed, kv: LayerKV, layout: StepLayout) -> list[Tensor]:
-        """See `base.AttentionBackend.choose`. The choice is one tensor of bits: see `choose_keys`
-        in csrc/arguments.hpp."""
+    def choose(self, of: Indexed, kv: LayerKV, layout: StepLayout) -> Choice:
+        """See `base.AttentionBackend.choose`. The choice is one tensor of bits, [tokens, words] or
+        [tokens, KV heads, words]: see `choose_keys` in csrc/arguments.hpp."""
         assert kv.index is not None
         spec, size = of.spec, kv.index.shape[1]
         shape: dict[str, Argument] = {
@@ -127,7 +138,8 @@ class CpuAttention(AttentionBackend):
         if longest <= spec.top:
             return []
         words = -(-longest // KEYS_OF_WORD)
-        chosen = self.native.empty(of.q.shape[0], words, dtype=torch.int64)
+        each = (spec.heads, words) if spec.span else (words,)
+        chosen = self.native.empty(of.q.shape[0], *each, dtype=torch.int64)
         self.native.launch(
             "choose_keys",
             q=of.q,
@@ -141,7 +153,9 @@ class CpuAttention(AttentionBackend):
             tree=layout.tree,
             first_keys=layout.first_keys,
             heads=spec.heads,
-            top=spec.top,
+            top=spec.top // spec.span if spec.span else spec.top,
+            span=spec.span,
+            local=spec.local,
             out=chosen,
         )
         return [chosen]
@@ -189,6 +203,7 @@ class CpuAttention(AttentionBackend):
             sink_q=for_sinks,
             first_keys=layout.first_keys,
             chosen=chosen,
+            chosen_head_stride=chosen.stride(1) if chosen is not None and chosen.dim() == 3 else 0,
             out=out,
             out_dim=out.shape[2],
         )
@@ -205,6 +220,13 @@ class CpuAttention(AttentionBackend):
         keys = torch.empty(len(at), kv.k.shape[2], _head_dim(kv))
         self.native.launch("load_kv", k=keys, v=None, slot_mapping=at, **cache)
         return keys
+
+
+def _bits(choice: Choice | None) -> Tensor | None:
+    """Return what `choose` has returned as one tensor."""
+    bits = choice[0] if choice else None
+    assert bits is None or isinstance(bits, Tensor)
+    return bits
 
 
 def _arguments(kv: LayerKV) -> dict[str, Argument]:

@@ -20,7 +20,7 @@ from kvik.attention.base import (
     AttentionSpec,
     LayerKV,
 )
-from kvik.attention.indexed import Indexed
+from kvik.attention.indexed import Choice, Indexed
 from kvik.attention.layout import StepLayout
 from kvik.kernels.ops import Ops
 from kvik.spec.shares import HeadShare, share_of
@@ -32,12 +32,13 @@ if TYPE_CHECKING:
     from kvik.kernels.torch_group import TorchGroup
 
 
-def heads_of(attend: Attend, share: HeadShare) -> Attend:
+def heads_of(backend: AttentionBackend, attend: Attend, share: HeadShare) -> Attend:
     """Return attention of the heads of one process."""
     heads, kv_heads = slice(*share.heads), slice(*share.kv_heads)
     return replace(
         attend,
         q=attend.q[:, heads],
+        choice=None if attend.choice is None else backend.choice_of(attend.choice, kv_heads),
         k=None if attend.k is None else attend.k[:, kv_heads],
         v=None if attend.v is None else attend.v[:, kv_heads],
         spec=attend.spec.of_heads(heads),
@@ -63,8 +64,11 @@ class DividedHeads(AttentionBackend):
     def keys(self, kv: LayerKV, at: Tensor) -> Tensor:
         return self._backend.keys(kv, at)
 
-    def choose(self, of: Indexed, kv: LayerKV, layout: StepLayout) -> list[Tensor]:
+    def choose(self, of: Indexed, kv: LayerKV, layout: StepLayout) -> Choice:
         return self._backend.choose(of, kv, layout)
+
+    def run_by_head(self, attend: Attend, choice: Choice) -> Tensor:
+        return self.run(replace(attend, choice=choice))
 
     def kv_heads(self, attend: Attend) -> int:
         """Return the number of kv heads of a layer, in all processes."""
@@ -102,7 +106,11 @@ class SharedHeads(DividedHeads):
     def run(self, attend: Attend) -> Tensor:
         heads, kv_heads, group = attend.q.shape[1], self.kv_heads(attend), self._group
         shares = [HeadShare.of(heads, kv_heads, rank, group.size) for rank in range(group.size)]
-        part_out = self._backend.run(heads_of(attend, shares[group.rank]))
+        part = heads_of(self._backend, attend, shares[group.rank])
+        if part.choice is None:
+            part_out = self._backend.run(part)
+        else:
+            part_out = self._backend.run_by_head(part, part.choice)
         return self._all_heads(
             part_out, [share.heads for share in shares], apart=attend.spec.local_heads
         )
@@ -156,7 +164,7 @@ class GroupAttention(DividedHeads):
         tokens, heads, size = attend.q.shape
         kv_heads = self.kv_heads(attend)
         share = self._share(heads, kv_heads)
-        part = heads_of(attend, share)
+        part = heads_of(self._native, attend, share)
         if part.k is not None and kv_heads < self._group.size:
             part = replace(part, k=self._copied(part.k))  # rotated in place, but shared by others
         shape = tokens, heads, attend.spec.value_dim or size

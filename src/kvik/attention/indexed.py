@@ -1,16 +1,17 @@
 """Indexers, which choose the keys that queries read (DeepSeek Sparse Attention, DeepSeek-AI 2025,
-arXiv 2512.02556, section 2.1).
+arXiv 2512.02556, section 2.1), or blocks of keys (MiniMax-M3).
 
-Each token has a narrow key of its own for the indexer, in the same block as its latent vector. A
-query that sees more keys than it may read scores all of them, and reads those with the largest
-scores. Scores are fp32, and those of a query depend on no other query of the step, so that its keys
-do not depend on how a prompt is divided into chunks.
+Each token has a narrow key of its own for the indexer, in the same block as its latent vector, or
+as its keys and values. A query that sees more keys than it may read scores all of them, and reads
+those with the largest scores. Scores are fp32, and those of a query depend on no other query of the
+step, so that its keys do not depend on how a prompt is divided into chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from kvik.attention.layout import StepLayout
 from kvik.kernels.ops import Ops
 from kvik.spec.kv import IndexSpec
 
+# What was chosen, in a form that depends on the backend.
+Choice: TypeAlias = "Sequence[Sequence[Tensor] | Tensor]"
+
 
 @dataclass(frozen=True, slots=True)
 class Indexed:
@@ -26,14 +30,14 @@ class Indexed:
 
     Attributes:
         q: [tokens, heads * dim]; k: [tokens, dim], which the cache stores; not rotated.
-        weights: [tokens, heads].
+        weights: [tokens, heads]; None if blocks of keys are chosen.
         rotation: [tokens, rope] fp32, as in `Ops.rotary`.
     """
 
     spec: IndexSpec
     q: Tensor
     k: Tensor
-    weights: Tensor
+    weights: Tensor | None
     rotation: Tensor
 
 
@@ -43,16 +47,16 @@ def index_keys(ops: Ops, of: Indexed, cache: Tensor, layout: StepLayout) -> None
     ops.store_kv(k, k[..., :0], cache, cache[..., :0], layout.slot_mapping)
 
 
-def choose_keys(of: Indexed, cache: Tensor, layout: StepLayout) -> list[Tensor]:
-    """Return the places in its sequence of the keys that each token reads, ascending; nothing if
-    all tokens read all that they see."""
+def choose_keys(of: Indexed, cache: Tensor, layout: StepLayout) -> list[list[Tensor]]:
+    """Return for each token the places in its sequence of the keys that it reads, ascending: once,
+    or for each KV head. Nothing if all tokens read all that they see."""
     spec = of.spec
     if max(layout.contexts, default=0) <= spec.top:
         return []
     q = of.q.unflatten(1, (spec.heads, spec.dim))
     q = rotated(q, of.rotation, interleaved=spec.interleaved).to(cache.dtype).float()
-    weights = of.weights.float() * (spec.heads * spec.dim) ** -0.5
-    choice: list[Tensor] = []
+    lists = spec.heads if spec.span else 1  # of a token
+    choice: list[list[Tensor]] = []
     start = 0
     for seq, length in enumerate(layout.num_scheduled):
         blocks = layout.block_table[seq, : -(-layout.contexts[seq] // layout.block_size)]
@@ -61,16 +65,36 @@ def choose_keys(of: Indexed, cache: Tensor, layout: StepLayout) -> list[Tensor]:
         for seen in places_seen(layout, seq, start):
             token = len(choice)
             if len(seen) <= spec.top:
-                choice.append(seen)
+                choice.append([seen] * lists)
                 continue
             rows = keys.index_select(0, seen) if is_tree else keys[first : first + len(seen)]
-            products = rows @ q[token].t()  # [keys, heads]
-            scores = weights[token] @ products.relu_().t()
-            is_chosen = torch.zeros_like(scores, dtype=torch.bool)
-            is_chosen[scores.topk(spec.top, sorted=False).indices] = True
-            choice.append(seen[is_chosen])
+            products = (rows @ q[token].t()).t()  # [heads, keys]
+            if spec.span:
+                choice.append([seen[in_blocks(of_head, spec)] for of_head in products])
+                continue
+            assert of.weights is not None
+            weights = of.weights[token].float() * (spec.heads * spec.dim) ** -0.5
+            choice.append([seen[largest(weights @ products.relu_(), spec.top)]])
         start += length
     return choice
+
+
+def in_blocks(products: Tensor, spec: IndexSpec) -> Tensor:
+    """Return which keys are in the chosen blocks, bool [keys], by their products with a query
+    [keys]."""
+    keys, blocks = len(products), -(-len(products) // spec.span)
+    padded = products.new_full((blocks * spec.span,), -torch.inf)
+    padded[:keys] = products
+    scores = padded.view(blocks, spec.span).amax(1)
+    scores[max(0, blocks - spec.local) :] = torch.inf
+    return largest(scores, spec.top // spec.span).repeat_interleave(spec.span)[:keys]
+
+
+def largest(scores: Tensor, count: int) -> Tensor:
+    """Return which of the scores [n] are the `count` largest ones, bool [n]."""
+    is_chosen = torch.zeros_like(scores, dtype=torch.bool)
+    is_chosen[scores.topk(min(count, len(scores)), sorted=False).indices] = True
+    return is_chosen
 
 
 def rotated(x: Tensor, rotation: Tensor, *, interleaved: bool) -> Tensor:

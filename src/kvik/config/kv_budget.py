@@ -93,6 +93,7 @@ def check_model(spec: ModelSpec, field: str = FIELD) -> None:
         (spec.encoder, "is an encoder, which keeps nothing"),
         (spec.fallback is not None, "runs through transformers, which has a cache of its own"),
         (spec.latent is not None, "attends over latent vectors"),
+        (spec.indexed > 0, "has layers that choose keys"),
         (any(layer.kv_from is not None for layer in spec.layers), "has layers that share keys"),
         (not spec.full_layers, "has no layers that see all keys"),
         # keys that were moved together would have other distances

@@ -651,25 +651,27 @@ class Footprint:
 
     def _indexing(self, size: StepSize) -> int:
         """Return the bytes of what the indexer of a layer computes in a step, and of what it takes
-        while it chooses keys. In a tape: a bit for each key of each token, and the scores of some
-        queries (csrc/indexer.hpp). Else: the keys of a request, as stored and in fp32, their
-        products with one query, and the places of the chosen ones; and copies of their latent
-        vectors (attention/indexed.py)."""
+        while it chooses keys. In a tape: a bit for each key of each token, or of each KV head, and
+        the scores of some queries (csrc/indexer.hpp). Else: the keys of a request, as stored and in
+        fp32, their products with one query, and the places of the chosen ones; and copies of their
+        latent vectors, or keys and values (attention/indexed.py)."""
         top, item, keys = self.spec.indexed, self._item, size.max_model_len
         tokens = size.max_num_batched_tokens
         indexes = [layer.index for layer in self.spec.layers if layer.index is not None]
         if not indexes:
             return 0
+        lists = max(index.heads if index.span else 1 for index in indexes)  # of a token
         computed = max(index.heads * (index.dim + 1) + index.dim for index in indexes)
         total = tokens * computed * item
         if keys <= top:
             return total
         if self._taped:
-            return total + tokens * -(-keys // 8) + INDEX_ROWS * keys * 4
+            return total + lists * tokens * -(-keys // 8) + INDEX_ROWS * keys * 4
         numbers = max(2 * index.dim + index.heads for index in indexes) + CHOOSING_NUMBERS
         total += keys * 4 * numbers
-        copies = COPIED * (top + self.block_size) * self.spec.key_width * (8 + 3 * item)
-        return total + 8 * top * tokens + copies
+        width = self.spec.key_width * (1 if self.spec.latent else 2)
+        copies = COPIED * (top + self.block_size) * width * (8 + 3 * item)
+        return total + 8 * lists * top * tokens + copies
 
     def fixed(self, size: StepSize) -> int:
         """Return the bytes of everything except the blocks of the KV cache."""

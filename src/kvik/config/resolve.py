@@ -400,6 +400,7 @@ def as_streamed(config: EngineConfig, spec: ModelSpec, notes: Notes) -> ModelSpe
     full = spec.full_layers
     for wrong, reason in (
         (spec.latent is not None, "attends over latent vectors"),
+        (spec.indexed > 0, "has layers that choose keys"),
         (not full, "has no layers that see all keys"),
         (
             not spec.ropes and not spec.states and not any(layer.slopes for layer in spec.layers),

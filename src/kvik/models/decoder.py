@@ -100,6 +100,7 @@ class GroupedQueryAttention:
             value_dim=facts.value_dim,
             sink_name=sink_name,
             slopes=facts.slopes,
+            index=facts.index,
         )
         width = heads * spec.value_dim(facts)
         self.o = inner.linear(o, width, hidden, bias=spec.o_bias, role="o")

@@ -31,7 +31,14 @@ from kvik.spec.declare import (
 from kvik.spec.experts import MAX_EXPERTS, Router, corrected_router, read_experts, read_groups
 from kvik.spec.fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
 from kvik.spec.kv import IndexSpec
-from kvik.spec.layers import LatentSpec, LayerSpec, PredictorSpec, QueryScale, latent_layers
+from kvik.spec.layers import (
+    INDEXED_TYPES,
+    LatentSpec,
+    LayerSpec,
+    PredictorSpec,
+    QueryScale,
+    latent_layers,
+)
 from kvik.spec.model import ModelFacts
 from kvik.spec.rope import MAX_POSITIONS
 
@@ -348,7 +355,7 @@ DEEPSEEK32 = replace(
     model_type="deepseek_v32",
     models="DeepSeek V3.2",
     layers=indexed_layers,
-    indexed=True,
+    indexed=INDEXED_TYPES,
     gguf=None,
 )
 # GLM-5 (Z.ai 2026).

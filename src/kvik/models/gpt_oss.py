@@ -40,10 +40,15 @@ def experts(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward:
     )
 
 
-def gpt_oss_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+def check_swiglu(fields: Fields) -> None:
+    """Check the constants of "clamped_swiglu"."""
     for key, value in SWIGLU.items():
         if fields.number(key, 0.0, 1e6, value) != value:
             raise fields.error(key, f"must be {value}")
+
+
+def gpt_oss_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    check_swiglu(fields)
     return mixed_layers(fields, layers, positions, every=2)
 
 

@@ -845,6 +845,7 @@ class Builder(LayerBuilder):
         value_dim: int | None = None,
         sink_name: str = SINKS,
         slopes: Sequence[float] = (),
+        index: IndexSpec | None = None,
     ) -> Attention:
         """Return the attention of a layer.
 
@@ -855,7 +856,7 @@ class Builder(LayerBuilder):
             softcap: as in `AttentionSpec`.
             sinks: number of heads with a learned sink; 0: none.
             rope: rotation of q and k; None: none.
-            kv_from, bidirectional, value_dim, slopes: as in `LayerSpec`.
+            kv_from, bidirectional, value_dim, slopes, index: as in `LayerSpec`.
             sink_name: of the sinks.
 
         Raises:
@@ -895,7 +896,7 @@ class Builder(LayerBuilder):
         sink_rope = None
         if window is not None and window.sinks and rope is not None:
             sink_rope = self._ropes[rope, head_dim]
-        return Attention(self.backend, position, group, spec, q_rope, sink_rope)
+        return Attention(self.backend, position, group, spec, q_rope, sink_rope, index)
 
     def latent_attention(
         self,

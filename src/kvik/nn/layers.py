@@ -122,6 +122,7 @@ class Attention:
     spec: AttentionSpec
     q_rope: Rope | None = None  # rotation of q, if it differs from k's
     sink_rope: Rope | None = None  # rotation of q for sinks, if the window has any
+    index: IndexSpec | None = None  # KV heads choose blocks of keys; None: all keys are read
 
     def __call__(
         self,
@@ -130,6 +131,7 @@ class Attention:
         v: Tensor | None,
         ctx: ForwardContext,
         rotation: Tensor | None = None,
+        indexed: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Normalise and rotate q and k, store k and v, attend; see `AttentionLayer`.
 
@@ -142,6 +144,10 @@ class Attention:
         if self.sink_rope is not None and rotation is not None:
             for_sinks = ctx.once(self.sink_rope.after_keys)
         attend = Attend(q, k, v, kv, metadata, self.spec, rotation, q_rotation, for_sinks)
+        if self.index is not None and indexed is not None and rotation is not None:
+            of = Indexed(self.index, *indexed, None, rotation)
+            if choice := self.backend.choose(of, kv, metadata.layout):
+                return self.backend.run_by_head(attend, choice).flatten(1)
         return self.backend.run(attend).flatten(1)
 
 

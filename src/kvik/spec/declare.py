@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
@@ -123,7 +123,7 @@ class Architecture:
     rms_norm: bool | str = True
     gated_mlp: bool = True  # down(act(gate(x)) * up(x)), else down(act(up(x)))
     rotary: bool = True  # rotary positions; else learned ones, or ALiBi
-    indexed: bool = False  # its layers have indexers (`IndexSpec`)
+    indexed: tuple[str, ...] = ()  # kinds in `layer_types` of layers with indexers (`IndexSpec`)
     # Its checkpoints may have this head that drafts; None: none, or kvik does not know it.
     predictor: PredictorSpec | None = None
     # Reads how it makes vectors or scores, from config.json, the width of hidden states and their
@@ -367,9 +367,15 @@ class AttentionLayer(Protocol):
         v: Tensor | None,
         ctx: ForwardContext,
         rotation: Tensor | None = None,
+        indexed: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """q [tokens, heads, head_dim]; k [tokens, kv_heads, head_dim] and v [tokens, kv_heads,
-        value_dim], or None with `kv_from` -> [tokens, heads * value_dim]."""
+        value_dim], or None with `kv_from` -> [tokens, heads * value_dim].
+
+        Args:
+            indexed: of the layer's indexer: queries [tokens, kv_heads * dim] and keys [tokens,
+                dim].
+        """
         ...
 
 
@@ -691,7 +697,13 @@ class LayerBuilder:
     ) -> FeedForward:
         widths = (2 * inner // len(names),) * len(names)
         self.linear(names, hidden, widths, bias=bias, role="gate_up")
+        self._clamp(activation)
         return self.linear(down, inner, hidden, bias=bias, role="down")
+
+    def _clamp(self, activation: Any) -> None:
+        """Note what the activation after the last layer implies."""
+        last = self._listed.linears[-1]
+        self._listed.linears[-1] = replace(last, clamped=activation in CLAMPED)
 
     def mlp(
         self,
@@ -756,6 +768,7 @@ class LayerBuilder:
             parts = len(names.shared_gate_up)
             widths = (copies * spec.shared // parts,) * parts
             shared.linear(names.shared_gate_up, hidden, widths, bias=bias, role=up)
+            self._clamp(shared_activation or activation)
             shared.linear(names.shared_down, spec.shared, hidden, bias=bias, role="shared_down")
         return _LISTED
 
@@ -875,6 +888,7 @@ class LayerBuilder:
         value_dim: int | None = None,
         sink_name: str = SINKS,
         slopes: Sequence[float] = (),
+        index: IndexSpec | None = None,
     ) -> AttentionLayer:
         if sinks:
             self._other(sink_name, sinks)

@@ -125,7 +125,8 @@ COPIED = 8  # tokens whose chosen keys are copied at a time
 class IndexSpec:
     """An indexer, which chooses the keys that a query reads (DeepSeek Sparse Attention, DeepSeek-AI
     2025, arXiv 2512.02556, section 2.1). Its score of a key is the sum over its heads of a weight
-    of the query times relu(q k / sqrt(dim)) / sqrt(heads).
+    of the query times relu(q k / sqrt(dim)) / sqrt(heads). Or each of its heads chooses blocks of
+    keys for a KV head, by the largest q k of a block (MiniMax-M3).
     """
 
     # heads, dim: of its queries; all have the same key.
@@ -137,6 +138,10 @@ class IndexSpec:
     # The layer has no indexer: it reads the keys that the last one before it chose (IndexShare,
     # arXiv 2603.12201).
     shared: bool = False
+    # span, local: keys of a block, which begins at a multiple of them, 0: keys are chosen one by
+    # one; and the number of the last blocks, which a query always reads.
+    span: int = 0
+    local: int = 0
 
 
 AUTO = "auto"  # the model's dtype

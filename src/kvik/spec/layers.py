@@ -15,13 +15,14 @@ from kvik.spec.visible_keys import Budget, Window
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 # Attention over keys that an indexer chooses, or over summaries of several keys, by `layer_types`,
-# keys of config.json and names of architectures. kvik has the former only over latent vectors.
+# keys of config.json and names of architectures.
 INDEXED, COMPRESSED = "indexed attention", "compressed attention"
+INDEXED_TYPES = ("indexed_attention", "deepseek_sparse_attention")
+IN_BLOCKS = "minimax_m3_sparse"  # KV heads choose blocks of keys
 SPARSE_TYPES: Mapping[str, str] = {
-    "indexed_attention": INDEXED,
-    "deepseek_sparse_attention": INDEXED,
+    **dict.fromkeys(INDEXED_TYPES, INDEXED),
     "qwen_sparse_attention": INDEXED,
-    "minimax_m3_sparse": INDEXED,
+    IN_BLOCKS: INDEXED,
     "compressed_sparse_attention": COMPRESSED,
     "heavily_compressed_attention": COMPRESSED,
 }
@@ -31,11 +32,7 @@ SPARSE_KEYS: Mapping[str, str] = {
     "compress_rates": COMPRESSED,
     "compress_ratios": COMPRESSED,
 }
-SPARSE_ARCHITECTURES: Mapping[str, str] = {
-    "MiniMaxM3ForConditionalGeneration": INDEXED,
-    "DeepseekV4ForCausalLM": COMPRESSED,
-}
-INDEXED_TYPES = ("indexed_attention", "deepseek_sparse_attention")
+SPARSE_ARCHITECTURES: Mapping[str, str] = {"DeepseekV4ForCausalLM": COMPRESSED}
 LINEAR, CONV = "linear_attention", "conv"
 BESIDE = "hybrid"  # attention beside a state
 MLP, EXPERTS = "mlp", "moe"  # of layers without attention or state
@@ -360,7 +357,7 @@ def check_layer_types(fields: Fields, rules: Sequence[LayerSpec]) -> None:
         elif layer.window is not None and layer.window.chunked:
             allowed = (CHUNKED,)
         elif layer.index is not None:
-            allowed = INDEXED_TYPES
+            allowed = (IN_BLOCKS,) if layer.index.span else INDEXED_TYPES
         else:
             allowed = ATTENDING_TYPES
         if kind not in allowed:
@@ -368,11 +365,11 @@ def check_layer_types(fields: Fields, rules: Sequence[LayerSpec]) -> None:
             raise fields.error("layer_types", f"must hold {expected}, not {shown(kind)}")
 
 
-def refuse_sparse(fields: Fields, indexed: bool) -> None:
-    """Check that no layer has indexed or compressed attention.
+def refuse_sparse(fields: Fields, indexed: Sequence[str]) -> None:
+    """Check that no layer has indexed or compressed attention that its architecture lacks.
 
     Args:
-        indexed: the architecture has indexed attention.
+        indexed: kinds of layers with indexed attention that it has.
 
     Raises:
         ModelError: a layer has.
@@ -381,7 +378,7 @@ def refuse_sparse(fields: Fields, indexed: bool) -> None:
         if key in fields and not (indexed and feature == INDEXED):
             raise fields.error(key, f"must be absent: {feature} is not supported")
     for kind in fields.strings("layer_types"):
-        if kind in SPARSE_TYPES and not (indexed and kind in INDEXED_TYPES):
+        if kind in SPARSE_TYPES and kind not in indexed:
             message = f"must not hold {kind}: {SPARSE_TYPES[kind]} is not supported"
             raise fields.error("layer_types", message)
 

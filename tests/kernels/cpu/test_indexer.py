@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.attention_backends import make_backend
-from helpers.indexed import Texts, check_choice
+from helpers.indexed import SPECS, Texts, check_choice
 from helpers.native import FLOATS, Runtime, runtimes
+
+BLOCKS = {"mixed": "pairs", "tree": "blocks", "long": "large blocks"}
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -14,11 +16,12 @@ from helpers.native import FLOATS, Runtime, runtimes
 @pytest.mark.parametrize("runtime", runtimes())
 def test_the_largest_scores_are_chosen(runtime: Runtime, case: str, dtype: torch.dtype) -> None:
     backend = make_backend("cpu", runtime.threads, runtime.isa)
-    check_choice(case, backend, dtype, interleaved=case == "mixed")
+    for spec in ("neighbours" if case == "mixed" else "halves", BLOCKS[case]):
+        check_choice(case, backend, dtype, SPECS[spec])
 
 
 @pytest.mark.parametrize("runtime", runtimes((1,)))
 def test_of_equal_scores_the_first_are_chosen(runtime: Runtime) -> None:
     texts = Texts([70], backend=make_backend("cpu", 1, runtime.isa))
     texts.weights = [torch.zeros_like(texts.weights[0])]
-    assert all(torch.equal(x, torch.arange(len(x))) for x in texts.step([(0, 70)]))
+    assert all(torch.equal(x, torch.arange(len(x))) for (x,) in texts.step([(0, 70)]))

@@ -15,11 +15,12 @@ from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON
 pytest.importorskip("triton", reason=NO_TRITON)
 
 from helpers.interpreted_engine import interpret_engines
-from helpers.tiny_models import DELTA, GEMMA3N, INDEXED
+from helpers.tiny_models import DELTA, GEMMA3N, IN_BLOCKS, INDEXED
 
 from kvik import LLM, SamplingParams
 from kvik.attention.fresh_prompts import FreshPrompts
 from kvik.kernels.triton import attention_mla as mla
+from kvik.kernels.triton import attention_paged as decode
 from kvik.kernels.triton import draw, experts, norm, rotary, rows, states
 from kvik.models.model_spec import ModelSpec
 
@@ -106,6 +107,12 @@ STREAMS |= {"activation_sparsity_pattern": [0.9, 0.0], "hidden_act": None}
             "Gemma3nForCausalLM",
             STREAMS,
             {norm: ("rescaled", "activate_top"), rows: ("weighted_sums",)},
+        ),
+        (
+            "MiniMaxM3VLForCausalLM",
+            {**IN_BLOCKS, "layer_types": ["full_attention", "minimax_m3_sparse"]}
+            | {"mlp_layer_types": ["dense", "sparse"]},
+            {decode: ("attention_decode",)},
         ),
         (
             "HYV4ForCausalLM",
