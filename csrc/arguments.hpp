@@ -135,14 +135,14 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 
 // The gated delta rule over the same sequences, or, with a skip, a state space. x: queries and keys of all key
 // heads, then values of all value heads, or values, keys, queries; gates: b, then a of all value heads, or a; decay
-// and skip (or null) fp32 [value_heads]; bias as a, fp32; by_row: a head has an a for each row of its state, not one;
-// by_channel: it has an a and a skip for each of its value_dim channels, and decay is [value_heads, key_dim,
+// and skip (or null) fp32 [value_heads]; bias as a, fp32; by_row: a head has an a for each row of its state, not one,
+// and if bound < 0 the logarithm of a decay is at least bound; by_channel: it has an a and a skip for each of its value_dim channels, and decay is [value_heads, key_dim,
 // value_dim]; state [rows, value_heads, key_dim, value_dim] fp32; log [rows, most drafts, columns of x and gates] fp32,
 // or null; y [tokens, value_heads * value_dim]. `Ops.recurrence` has the rules.
 #define KVIK_ARGS_recurrence(P, I, F)                                                    \
     P(x) I(x_stride) P(gates) I(gates_stride) P(decay) P(bias) P(skip) I(by_row)         \
-    I(by_channel) F(beta_scale) P(state) I(state_stride) P(log) I(log_stride) P(starts)  \
-    P(lengths) P(state_rows) P(pending) P(drafts) I(num_seqs) I(key_heads)               \
+    I(by_channel) F(beta_scale) F(bound) P(state) I(state_stride) P(log) I(log_stride)   \
+    P(starts) P(lengths) P(state_rows) P(pending) P(drafts) I(num_seqs) I(key_heads)     \
     I(value_heads) I(key_dim) I(value_dim) P(y) I(y_stride) I(dtype)
 
 // out [rows, row_bytes] = table[ids]; strides in bytes, ids int64.

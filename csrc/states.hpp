@@ -199,9 +199,11 @@ struct HeadColumns {
         }
         if constexpr (kByRow) {
             alpha += head * a.key_dim;
-            const F32 fall = broadcast(-rate);
+            const bool bounded = a.bound < 0;
+            const F32 by = broadcast(rate), fall = broadcast(bounded ? float(a.bound) : -rate);
             each_vector(0, a.key_dim, [&](int64_t i, auto n) KVIK_INLINED {
-                const F32 decay = exp(mul(fall, softplus(add(load(alpha + i, n), load(bias + i, n)))));
+                const F32 gate = add(load(alpha + i, n), load(bias + i, n));
+                const F32 decay = exp(mul(fall, bounded ? sigmoid(mul(by, gate)) : softplus(gate)));
                 store(token.rows + i, decay, n);
                 store(token.seen + i, mul(decay, load(token.k + i, n)), n);
             });

@@ -361,6 +361,10 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "HYV4ForCausalLM",
         vocab=120832, hidden=2816, inner=6912, layers=34, heads=32, kv_heads=32, positions=262144,
     ),
+    "Ling-3.0-Flash": config(
+        "BailingHybridForCausalLM",
+        vocab=157184, hidden=2560, inner=6144, layers=42, heads=32, kv_heads=32, positions=262144,
+    ),
     "A.X-K1": config(
         "AXK1ForCausalLM",
         vocab=163840, hidden=7168, inner=18432, layers=61, heads=64, kv_heads=64, positions=131072,

@@ -792,6 +792,7 @@ def _states() -> list[Case]:
         long: bool = False,
         beta_scale: float = 1.0,
         by_row: bool = False,
+        bound: float = 0.0,
         by_channel: bool = False,
     ) -> Case:
         def make(m: Maker) -> Arguments:
@@ -809,7 +810,7 @@ def _states() -> list[Case]:
             decay = m.normal(*rates, dtype=torch.float32)
             skip = [m.normal(*skips, dtype=torch.float32)] if space else []
             bias = m.normal(decays, dtype=torch.float32)
-            heads = StateHeads(decay, bias, key_heads, *skip, beta_scale=beta_scale)
+            heads = StateHeads(decay, bias, key_heads, *skip, beta_scale=beta_scale, bound=bound)
             wide, gates = m.normal(tokens, channels + 3), m.normal(tokens, columns)
             if long:
                 wide *= 0.5
@@ -824,7 +825,7 @@ def _states() -> list[Case]:
         name = f"{key_heads}/{value_heads} of {key_dim}x{value_dim}"
         name += " space" * space + " drafts" * drafted + " long" * long
         name += " reversing" * (beta_scale > 1) + " by row" * by_row
-        name += " by channel" * by_channel
+        name += " by channel" * by_channel + " bounded" * (bound < 0)
         return Case("recurrence", name, make, run, written=(3, 4), product=True)
 
     def gated(rows: int, dim: int, by: str, gates: int, fp32: bool = False) -> Case:
@@ -851,6 +852,8 @@ def _states() -> list[Case]:
         *(recurrence(2, 4, 24, 40, beta_scale=2.0, drafted=drafted) for drafted in (False, True)),
         *(recurrence(3, 3, 17, 70, by_row=True, drafted=drafted) for drafted in (False, True)),
         recurrence(1, 2, 128, 40, by_row=True, long=True),
+        recurrence(3, 3, 17, 70, by_row=True, bound=-5.0, drafted=True),
+        recurrence(1, 2, 24, 40, by_row=True, bound=-0.5, long=True),
         recurrence(1, 2, 16, 70, space=True, by_channel=True, long=True),
         *(
             recurrence(*sizes, space=True, by_channel=True, drafted=drafted)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from helpers.tiny_models import DELTA, GEMMA3N, IN_BLOCKS, INDEXED, KIMI, LATENT, LLAMA4
+from helpers.tiny_models import (
+    BAILING,
+    DELTA,
+    GEMMA3N,
+    IN_BLOCKS,
+    INDEXED,
+    KIMI,
+    LATENT,
+    LLAMA4,
+)
 
 
 def rope(**parameters: Any) -> dict[str, Any]:
@@ -523,6 +532,21 @@ CASES = {
         mlp_layer_types=["sparse", "dense", "sparse"],
         linear_conv_kernel_dim=3,
         q_lora_rank=24,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=False,
+        rms_norm_eps=0.1,
+    ),
+    "ling-3": case("BailingHybrid", BAILING, num_hidden_layers=4),
+    "ling-3-unbounded": case(
+        "BailingHybrid",
+        BAILING,
+        rope(**YARN, factor=4.0, mscale=1.0, mscale_all_dim=0.8),
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        short_conv_kernel_size=3,
+        kda_safe_gate=False,
+        attention_bias=True,
         n_group=4,
         topk_group=2,
         norm_topk_prob=False,

@@ -118,6 +118,12 @@ KIMI: dict[str, Any] = {  # of Kimi Linear
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
 
+_ABSENT = ("q_lora_rank", "n_routed_experts")
+BAILING: dict[str, Any] = {  # of Ling 3.0
+    **{key: value for key, value in LATENT.items() if key not in _ABSENT},
+    **{"num_local_experts": 8, "head_dim": 12, "layer_group_size": 3},
+}
+
 INDEXED: dict[str, Any] = {  # of DeepSeek V3.2 and GLM-5: each query reads ten keys
     **LATENT,
     "index_n_heads": 8,

@@ -10,7 +10,7 @@ import torch
 from helpers.calibrated import FAMILIES as CALIBRATED
 from helpers.optional_native import needs_native
 from helpers.tiny_families import ALL
-from helpers.tiny_models import GEMMA3N, KIMI, reference_greedy, save_tiny, tokens
+from helpers.tiny_models import BAILING, GEMMA3N, KIMI, reference_greedy, save_tiny, tokens
 from transformers import AutoModelForCausalLM
 
 import kvik
@@ -57,7 +57,7 @@ WIRINGS = (
     *("Phi3", "Glm4", "Cohere2", "Glm4Moe", "DeepseekV3", "Exaone4", "Gemma2", "Gemma3"),
     *("Gemma4-token-inputs", "Gemma4-key-is-value", "Falcon-two-norms", "StableLm", "Ministral3"),
     *("Qwen3_5", "Lfm2", "Granite", "GraniteMoeHybrid-dense", "NemotronH", "FalconH1", "Apertus"),
-    *("KimiLinear", "Laguna", "MiMoV2Flash", "Gemma3n", "HYV4", "MiniMaxM3VL"),
+    *("KimiLinear", "BailingHybrid", "Laguna", "MiMoV2Flash", "Gemma3n", "HYV4", "MiniMaxM3VL"),
 )
 # In deep models of random numbers and in sharp attention, eight bits change the answers.
 DULLER: dict[str, dict[str, Any]] = {
@@ -67,6 +67,7 @@ DULLER: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "Qwen3_5": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "BailingHybrid": {**BAILING, "num_hidden_layers": 2, "layer_group_size": 2},
     "KimiLinear": {
         **KIMI,
         "num_hidden_layers": 2,

@@ -57,6 +57,7 @@ from kvik.spec.visible_keys import Window
         ("kimi-linear-48b-a3b", 49_122_681_728),
         ("MiniMax-M3", 426_174_572_928),
         ("Hy4-preview", 58_278_201_581),
+        ("Ling-3.0-Flash", 124_414_211_552),
         ("glm-5", 743_911_218_432),
         ("Laguna-XS.2", 33_442_617_088),
         ("Kolibri-1", 78_103_074_560),
@@ -389,6 +390,7 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
     "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": small()["intermediate_size"]},
     "Gemma3TextModel": {"use_bidirectional_attention": True},
     "KimiLinearForCausalLM": {"num_experts_per_token": 2},
+    "BailingHybridForCausalLM": {"layer_group_size": 2, "num_experts": 4},
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 1},
     "Gemma3nForConditionalGeneration": {"num_kv_shared_layers": 1},
 }

@@ -110,6 +110,7 @@ ATTENDS = {"layer_types": ["attention"] * 4}
 MAMBA = {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8}
 STRATEGY = "shared_expert_combination_strategy"
 WIDTH = "shared_intermediate_size"
+LING = {"layer_group_size": 2, "num_experts": 8, "num_expert_group": 1, "topk_group": 1}
 MIXER = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ALPHA = {"type": "dynamic", "alpha": -1.0}
 LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
@@ -239,6 +240,19 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
         (of("KimiLinear", linear_attn_config={key: value}), f"linear_attn_config {key}")
         for key, value in (("num_heads", 0), ("full_attn_layers", [4, 5]), ("full_attn_layers", []))
     ),
+    *(
+        (of("BailingHybrid", **{**LING, key: value}), key)
+        for key, value in (
+            ("layer_group_size", 0),
+            ("kda_lower_bound", 0.0),
+            ("kda_safe_gate", 1),
+            ("q_lora_rank", 24),
+            ("short_conv_kernel_size", 1),
+            ("num_expert_group", 3),
+            ("moe_router_activation_func", "softmax"),
+        )
+    ),
+    (of("BailingHybrid"), "layer_types"),  # all four have states
     *(
         (of("Laguna", **{key: value}), key)
         for key, value in (

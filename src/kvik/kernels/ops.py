@@ -145,6 +145,8 @@ class StateHeads:
     # Multiplies the share of a value that a delta net writes; with 2, a token can reverse what the
     # state holds for its key.
     beta_scale: float = 1.0
+    # Below 0: the logarithm of a decay is at least this, if each row has its own; 0: any number.
+    bound: float = 0.0
 
     @property
     def by_row(self) -> bool:
@@ -247,7 +249,8 @@ class Ops:
             of all value heads; q and k are divided by their norms and q by sqrt(key_dim). gates: b,
             then a of all value heads. For each head S = S * exp(-exp(decay) * t); S = S + k
             (beta_scale * sigmoid(b) * (v - S^T k))^T; its output is S^T q. If each row of S has its
-            own decay, a has key_dim numbers for each head, and so have t and the factor of S
+            own decay, a has key_dim numbers for each head, and so have t and the factor of S;
+            with a `bound` this is exp(bound * sigmoid(exp(decay) * (a + bias)))
         or a state space (Mamba-2, Dao and Gu 2024), if `heads` has `skip`. x: values, then keys (B
             in the paper), then queries (C). gates: a of all value heads. For each head S = S *
             exp(-exp(decay) * t); S = S + k (t * v)^T; its output is S^T q + skip * v. If each

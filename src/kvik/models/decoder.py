@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 QKV = ("q_proj", "k_proj", "v_proj")
+NAMES = ("embed_tokens", "layers", "norm", "lm_head")  # of the parts of a `Decoder`
 
 
 class GroupedQueryAttention:
@@ -374,7 +375,7 @@ class Decoder:
         make_layer: MakeLayer = PreNormLayer,
         make_norm: MakeNorm | None = None,
         scopes: tuple[str, ...] = ("model", ""),
-        names: tuple[str, str, str, str] = ("embed_tokens", "layers", "norm", "lm_head"),
+        names: tuple[str, str, str, str] = NAMES,
         make_positions: MakePositions | None = None,
         embed_norm: str = "",
     ) -> None:
@@ -525,8 +526,17 @@ def text_decoder(
 MAX_PREDICTORS = 8  # multi-token-prediction layers after the last one
 
 
-def without_predictors(spec: ModelFacts, builder: LayerBuilder, make_layer: MakeLayer) -> Decoder:
-    """Return the model of a checkpoint with multi-token-prediction layers, which are skipped."""
+def without_predictors(
+    spec: ModelFacts,
+    builder: LayerBuilder,
+    make_layer: MakeLayer,
+    names: tuple[str, str, str, str] = NAMES,
+) -> Decoder:
+    """Return the model of a checkpoint with multi-token-prediction layers, which are skipped.
+
+    Args:
+        names: as in `Decoder`.
+    """
     for layer in range(spec.num_layers, spec.num_layers + MAX_PREDICTORS):
         builder.skip(f"model.layers.{layer}")
-    return Decoder(spec, builder, make_layer)
+    return Decoder(spec, builder, make_layer, names=names)

@@ -26,6 +26,7 @@ from kvik.spec.declare import (
     FilePart,
     ForwardContext,
     LayerBuilder,
+    LinearLayer,
     separate_wiring,
 )
 from kvik.spec.experts import MAX_EXPERTS, Router, corrected_router, read_experts, read_groups
@@ -101,7 +102,10 @@ class DeepseekAttention:
     Args:
         gated: the results of heads are gated. The matrix of queries makes the gates, too, and reads
             what it is computed from both before and after its norm.
+        scope: of its names.
+        o: name of the output projection.
         gate: name of a matrix that makes the gates from the hidden state; "": there is none.
+        each_head: it makes a number for each head, else one for each channel of a head's result.
         sink_name: of the heads' learned sinks; "": they have none.
         turned_last: heads of the indexer have the rotated channels last, and the norm of its keys
             has the model's eps.
@@ -113,11 +117,14 @@ class DeepseekAttention:
         builder: LayerBuilder,
         layer: int,
         gated: bool = False,
+        scope: str = "self_attn",
+        o: str = "o_proj",
         gate: str = "",
+        each_head: bool = False,
         sink_name: str = "",
         turned_last: bool = False,
     ) -> None:
-        builder = builder.at("self_attn")
+        builder = builder.at(scope)
         latent, rope = spec.layers[layer].latent, spec.layers[layer].rope
         assert latent is not None
         hidden, heads = spec.hidden_size, spec.num_heads
@@ -162,10 +169,11 @@ class DeepseekAttention:
                 order, eps = (*range(plain, index.dim), *range(plain)), spec.norm_eps
             inside = builder.at("indexer")
             self.indexer = Indexer(inside, hidden, latent.q_rank, index, order, eps)
-        self.gate = None
+        self.gate: LinearLayer | None = None
         if gate:
-            self.gate = builder.linear(gate, hidden, heads * latent.value, bias=False, role="gates")
-        self.o = builder.linear("o_proj", heads * latent.value, hidden, bias=spec.o_bias, role="o")
+            width = heads * (1 if each_head else latent.value)
+            self.gate = builder.linear(gate, hidden, width, bias=False, role="gates")
+        self.o = builder.linear(o, heads * latent.value, hidden, bias=spec.o_bias, role="o")
         query_scale = spec.layers[layer].query_scale
         self.scale = None if query_scale is None else builder.query_scale(query_scale)
         builder.ignore("rotary_emb.inv_freq")

@@ -4,10 +4,11 @@ and routed experts after the first layer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from kvik.models.decoder import Decoder, PreNormLayer, feed_forward, mixer
+from kvik.models.decoder import QKV, Decoder, PreNormLayer, feed_forward, mixer
 from kvik.models.deepseek import DeepseekAttention
 from kvik.spec.declare import Architecture, ExpertNames, FeedForward, ForwardContext, LayerBuilder
 from kvik.spec.experts import ExpertsSpec, corrected_router, listed_layers, read_experts
@@ -32,42 +33,76 @@ KEYS = {
 }
 
 
-class KimiDeltaNet:
-    """Kimi Delta Attention (section 3): a short convolution, then the gated delta rule, with a
-    decay for each channel of the keys; the output of its heads is normalised and gated. The gates
-    of channels are computed from narrow vectors."""
+class NarrowGates:
+    """Computes what a delta net reads; the gates of channels come from narrow vectors."""
 
-    def __init__(
-        self, spec: ModelFacts, builder: LayerBuilder, layer: int, state: StateSpec
-    ) -> None:
-        hidden, heads, dim, width = spec.hidden_size, state.value_heads, state.key_dim, state.values
-        self.heads, self.parts = (heads, dim), (dim, dim, heads)
+    def __init__(self, builder: LayerBuilder, hidden: int, state: StateSpec) -> None:
+        heads, dim, width = state.value_heads, state.key_dim, state.values
+        self.parts = dim, dim, heads
         linear = partial(builder.linear, bias=False)
-        names = ("q_proj", "k_proj", "v_proj")
-        self.qkv = linear(names, hidden, (width,) * 3, role="qkv")
+        self.qkv = linear(QKV, hidden, (width,) * 3, role="qkv")
         narrow = ("f_a_proj", "g_a_proj", "b_proj")
         self.gates = linear(narrow, hidden, self.parts, role="gates")
         self.forget = linear("f_b_proj", dim, width, role="wide_gates")
         self.output_gate = linear("g_b_proj", dim, width, role="wide_gates")
         self.join = builder.joined()
+
+    def __call__(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """x [tokens, hidden] -> queries, keys and values [tokens, 3 * width], gates [tokens, heads
+        * (1 + dim)], and the gates of outputs [tokens, width]."""
+        forget, gate, beta = self.gates(x, ctx).split_with_sizes(self.parts, 1)
+        gates = self.join(beta, self.forget(forget, ctx))
+        return self.qkv(x, ctx), gates, self.output_gate(gate, ctx)
+
+
+# x [tokens, hidden] -> what `NarrowGates` returns
+DeltaInputs: TypeAlias = "Callable[[Tensor, ForwardContext], tuple[Tensor, Tensor, Tensor]]"
+
+
+class KimiDeltaNet:
+    """Kimi Delta Attention (section 3): a short convolution, then the gated delta rule, with a
+    decay for each channel of the keys; the output of its heads is normalised and gated.
+
+    Args:
+        make_inputs: makes what computes its inputs.
+        o: name of the output projection.
+        decay_shape: of the rates in checkpoints; (): [heads].
+    """
+
+    def __init__(
+        self,
+        spec: ModelFacts,
+        builder: LayerBuilder,
+        layer: int,
+        state: StateSpec,
+        make_inputs: Callable[[LayerBuilder, int, StateSpec], DeltaInputs] = NarrowGates,
+        o: str = "o_proj",
+        decay_shape: tuple[int, ...] = (),
+    ) -> None:
+        dim, width = state.key_dim, state.values
+        self.heads = state.value_heads, dim
+        self.inputs = make_inputs(builder, spec.hidden_size, state)
         parts = dict.fromkeys(("q_conv1d", "k_conv1d", "v_conv1d"), width)
         self.conv = builder.causal_conv("conv1d", layer, state, silu=True, parts=parts)
-        self.delta = builder.recurrence(
-            "A_log", "dt_bias", layer, state, decay_shape=(1, 1, heads, 1)
-        )
+        self.delta = builder.recurrence("A_log", "dt_bias", layer, state, decay_shape=decay_shape)
         self.norm = builder.rms_norm("o_norm", dim, spec.norm_eps, before="o")
         self.gated = builder.gated("sigmoid")
-        self.o = linear("o_proj", width, hidden, role="o")
+        self.o = builder.linear(o, width, spec.hidden_size, bias=False, role="o")
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
     ) -> Tensor:
         """x, residual [tokens, hidden] -> [tokens, hidden]."""
-        forget, gate, beta = self.gates(x, ctx).split_with_sizes(self.parts, 1)
-        gates = self.join(beta, self.forget(forget, ctx))  # [tokens, heads * (1 + dim)]
-        values = self.delta(self.conv(self.qkv(x, ctx), ctx), gates, ctx)
+        qkv, gates, gate = self.inputs(x, ctx)
+        values = self.delta(self.conv(qkv, ctx), gates, ctx)
         normed = self.norm(values.view(-1, *self.heads)).flatten(1)
-        return self.o(self.gated(normed, self.output_gate(gate, ctx)), ctx, residual)
+        return self.o(self.gated(normed, gate), ctx, residual)
+
+
+def kimi_delta_net(
+    spec: ModelFacts, builder: LayerBuilder, layer: int, state: StateSpec
+) -> KimiDeltaNet:
+    return KimiDeltaNet(spec, builder, layer, state, decay_shape=(1, 1, state.value_heads, 1))
 
 
 def feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward:
@@ -99,20 +134,26 @@ def kimi_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec,
     return layers_with_states(fields, attends, LINEAR, keeps, types)
 
 
-def kimi_experts(fields: Fields, layers: int) -> tuple[ExpertsSpec | None, ...]:
-    """Read the experts, whose keys have other names than in other families."""
+def kimi_experts(
+    fields: Fields, layers: int, first_dense: int = 1
+) -> tuple[ExpertsSpec | None, ...]:
+    """Read the experts, whose keys have other names than in other families.
+
+    Args:
+        first_dense: as in `read_experts`.
+    """
     return read_experts(
         fields.named(KEYS),
         layers,
         router=corrected_router,
         shared="n_shared_experts",
-        first_dense=1,
+        first_dense=first_dense,
     )
 
 
 KimiLayer = partial(
     PreNormLayer,
-    attention=partial(mixer, attention=DeepseekAttention, keeper=KimiDeltaNet, scope="self_attn"),
+    attention=partial(mixer, attention=DeepseekAttention, keeper=kimi_delta_net, scope="self_attn"),
     feed=feed,
 )
 

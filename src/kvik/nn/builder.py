@@ -94,7 +94,8 @@ from kvik.spec.stored_weights import StoredQuantization, StoredScheme, stored_al
 from kvik.spec.weights import matrix_kind
 
 WEIGHT, BIAS = "weight", "bias"
-CORRECTION = "e_score_correction_bias"  # of a router; some checkpoints store it with its matrix
+# Of a router; some checkpoints store it with its matrix.
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 # Activations of MLPs without a gate, by their names in config.json.
 MLP_ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
@@ -1166,7 +1167,7 @@ class Builder(LayerBuilder):
         offsets = parameter(self._name(bias), (count * spec.decays,))
         skips = spec.values if spec.by_channel else count
         skipped = parameter(self._name(skip), (skips,)) if skip else None
-        heads = StateHeads(rates, offsets, spec.key_heads, skipped, beta_scale)
+        heads = StateHeads(rates, offsets, spec.key_heads, skipped, beta_scale, spec.bound)
         return Recurrence(self.ops, heads, self._state_of(layer))
 
     def _state_of(self, layer: int) -> int:
@@ -1297,7 +1298,7 @@ class Builder(LayerBuilder):
 
     def _shapes(self, layer: str) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the tensors in the checkpoint that may be of the layer's weight."""
-        other_names = (BIAS, CORRECTION, *KV_SCALES)
+        other_names = (BIAS, *CORRECTIONS, *KV_SCALES)
         stored = self._stored.get(layer, {}).items()
         return {name: size for name, size in stored if name not in other_names}
 

@@ -185,8 +185,11 @@ def keeping_floats(recipe: Recipe, spec: ModelSpec) -> Recipe:
     are small, and whose slight errors change the choice of experts or the decay of a state; and the
     projections of latent vectors, which the engine applies to queries and results."""
     declared = spec.declaration
-    name_groups = (linear.names for linear in declared.linears if linear.role in KEPT)
-    names = {f"*.{declared.in_block(name)}" for names in name_groups for name in names}
+    roles = {name: linear.role for linear in declared.linears for name in linear.names}
+    rounded = {declared.in_block(name) for name, role in roles.items() if role not in KEPT}
+    kept = {name: declared.in_block(name) for name, role in roles.items() if role in KEPT}
+    # Layers of another kind may have the name for a matrix that is rounded.
+    names = {name if inner in rounded else f"*.{inner}" for name, inner in kept.items()}
     return replace(recipe, skip=(*recipe.skip, *sorted(names - {*recipe.skip})))
 
 

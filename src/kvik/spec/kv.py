@@ -29,6 +29,8 @@ class StateSpec:
     # Numbers that each value head reads per token: 2 in a gated delta net, 1 + key_dim in one whose
     # states' rows each have their own decay, 1 in a state space, value_dim if it is `by_channel`.
     gates: int = 0
+    # Below 0: the logarithm of a row's own decay is at least this; 0: any number.
+    bound: float = 0.0
     # Each number of a matrix has its own decay, and each channel of a value its own gate (Mamba).
     # The convolution then has the values alone.
     by_channel: bool = False
@@ -48,11 +50,13 @@ class StateSpec:
         width: int,
         *,
         gates: int = 2,
+        bound: float = 0.0,
         bias: bool = False,
     ) -> StateSpec:
         """Return the state of a layer whose queries, keys and values are convolved."""
         channels = 2 * key_heads * key_dim + value_heads * value_dim
-        return StateSpec(channels, width, bias, key_heads, value_heads, key_dim, value_dim, gates)
+        heads = key_heads, value_heads, key_dim, value_dim
+        return StateSpec(channels, width, bias, *heads, gates, bound)
 
     @staticmethod
     def by_channels(

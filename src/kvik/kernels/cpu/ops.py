@@ -354,6 +354,7 @@ class _Operations:
             by_row=heads.by_row,
             by_channel=heads.by_channel,
             beta_scale=heads.beta_scale,
+            bound=heads.bound,
             state=state,
             log=log,
             **self._places(sequences),

@@ -102,6 +102,8 @@ recurrence = recurrence_by(token_by_token)
 
 def rates(heads: StateHeads) -> Tensor:
     """Return how fast the heads forget, below 0: [value_heads, key_dim or 1, value_dim or 1]."""
+    if heads.bound:
+        return torch.full_like(heads.decay, heads.bound)[:, None, None]
     return -heads.decay.exp().view(-1, *(heads.decay.shape[1:] or (1, 1)))
 
 
@@ -132,7 +134,8 @@ def head_inputs(
         v, k, q = x.float().split((values, keys, keys), 1)
         a = gates.float()
     q, k = (part.reshape(-1, heads.key_heads, key_dim) for part in (q, k))
-    step = F.softplus(a + heads.bias).unflatten(1, (value_heads, -1))
+    step = (a + heads.bias).unflatten(1, (value_heads, -1))
+    step = (step * heads.decay.exp()[:, None]).sigmoid() if heads.bound else F.softplus(step)
     if heads.skip is None:
         q, k = _unit(q) * key_dim**-0.5, _unit(k)
         beta = heads.beta_scale * torch.sigmoid(b)[..., None]

@@ -156,11 +156,12 @@ def gates_at(gate, rate, offset, beta_scale, skip, value_heads):
 
 
 @triton.jit
-def row_gates_at(gate, rate, offset, beta_scale, head, key, value_heads, key_dim):
+def row_gates_at(gate, rate, offset, beta_scale, bound, head, key, value_heads, key_dim):
     """The same, with the logarithm of the decay of each row of the state."""
     alpha_at = gate + value_heads + head * (key_dim - 1) + key
     alpha = tl.load(alpha_at, mask=key < key_dim, other=0.0).to(tl.float32) + offset
-    return beta_scale * sigmoid(tl.load(gate).to(tl.float32)), -rate * softplus(alpha)
+    lost = tl.where(bound < 0, bound * sigmoid(rate * alpha), -rate * softplus(alpha))
+    return beta_scale * sigmoid(tl.load(gate).to(tl.float32)), lost
 
 
 @triton.jit
@@ -204,7 +205,7 @@ def state_at(state, row, head, key, at, state_stride, key_dim, value_dim):
 
 @triton.jit
 def pass_token(
-    s, own, gate, head, key, at, rate, offset, skipped, beta_scale, skip,
+    s, own, gate, head, key, at, rate, offset, skipped, beta_scale, bound, skip,
     key_heads, value_heads, key_dim, value_dim, scale, eps,
     BY_ROW: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
@@ -215,7 +216,9 @@ def pass_token(
     k = tl.load(k_at + key, mask=key < key_dim, other=0.0).to(tl.float32)
     v = tl.load(v_at + at, mask=at < value_dim, other=0.0).to(tl.float32)
     if BY_ROW:
-        beta, lost = row_gates_at(gate, rate, offset, beta_scale, head, key, value_heads, key_dim)
+        beta, lost = row_gates_at(
+            gate, rate, offset, beta_scale, bound, head, key, value_heads, key_dim
+        )
         s = s * tl.exp(lost)[:, None]
     elif BY_CHANNEL:
         beta = channel_steps_at(gate, offset, head, at, value_dim)
@@ -329,7 +332,7 @@ def in_chunks(count, pending, drafts, sequence, LONG: tl.constexpr):
 def recurrence_kernel(
     x, gates, decay, bias, skip, state, log, starts, lengths, rows, pending, drafts, out,
     x_stride, gates_stride, state_stride, log_stride, gates_width,
-    key_heads, value_heads, key_dim, value_dim, scale, eps, beta_scale,
+    key_heads, value_heads, key_dim, value_dim, scale, eps, beta_scale, bound,
     KEYS: tl.constexpr, BLOCK: tl.constexpr, LONG: tl.constexpr,
     BY_ROW: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
@@ -351,7 +354,7 @@ def recurrence_kernel(
             for _ in range(0, tl.load(pending + sequence)):
                 s, _ = pass_token(
                     s, own, own + width + head, head, key, at, rate, offset, skipped, beta_scale,
-                    skip, key_heads, value_heads, key_dim, value_dim, scale, eps,
+                    bound, skip, key_heads, value_heads, key_dim, value_dim, scale, eps,
                     BY_ROW, BY_CHANNEL,
                 )  # fmt: skip
                 own += width + gates_width
@@ -359,7 +362,7 @@ def recurrence_kernel(
             token = first + i
             s, y = pass_token(
                 s, x + token * x_stride, gates + token * gates_stride + head, head, key, at,
-                rate, offset, skipped, beta_scale, skip,
+                rate, offset, skipped, beta_scale, bound, skip,
                 key_heads, value_heads, key_dim, value_dim, scale, eps, BY_ROW, BY_CHANNEL,
             )  # fmt: skip
             to = out + token * value_heads * value_dim + head * value_dim + at
@@ -475,7 +478,7 @@ def recurrence(
     launch(
         recurrence_kernel, (len(sequences.rows), value_heads, blocks),
         (*inputs, log, *places, *drafted, out),
-        (*strides, log.stride(0), gates.shape[1], *sizes, *factors),
+        (*strides, log.stride(0), gates.shape[1], *sizes, *factors, heads.bound),
         (keys, block, long, heads.by_row, heads.by_channel),
     )  # fmt: skip
     if sequences.longest >= long:
