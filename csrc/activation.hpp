@@ -58,8 +58,10 @@ KVIK_INLINE F32 clamped_gate(F32 x) {
     return div(max(broadcast(-87.0f), gate), add(broadcast(1.0f), exp(mul(gate, broadcast(-kSwigluSlope)))));
 }
 
+KVIK_INLINE F32 clipped_up(F32 x) { return max(broadcast(-kSwigluLimit), min(broadcast(kSwigluLimit), x)); }
+
 KVIK_INLINE F32 clamped_up(F32 x) {
-    return add(max(broadcast(-kSwigluLimit), min(broadcast(kSwigluLimit), x)), broadcast(1.0f));
+    return add(clipped_up(x), broadcast(1.0f));
 }
 
 // SwiGLU of gates up to 10 and factors in [-10, 10] (DeepSeek-V4, Hy4). Infinity is clamped, NaN stays NaN.
@@ -68,6 +70,9 @@ constexpr float kSiluLimit = 10.0f;
 KVIK_INLINE F32 limited_gate(F32 x) { return silu(min(broadcast(kSiluLimit), x)); }
 
 KVIK_INLINE F32 limited_up(F32 x) { return max(broadcast(-kSiluLimit), min(broadcast(kSiluLimit), x)); }
+
+// SwiGLU of Step 3.7: x / (1 + e^-x), at most 7, times up in [-7, 7].
+KVIK_INLINE F32 clipped_gate(F32 x) { return min(broadcast(kSwigluLimit), silu(x)); }
 
 // Odd activations multiply gate and up.
 KVIK_INLINE constexpr bool is_paired(int64_t activation) { return activation & 1; }
@@ -79,7 +84,7 @@ KVIK_INLINE void with_activation(int64_t activation, const Use& use, std::intege
 }
 template <class Use>
 KVIK_INLINE void with_activation(int64_t activation, const Use& use) {
-    with_activation(activation, use, std::make_integer_sequence<int64_t, kLimitedSwiglu + 1>{});
+    with_activation(activation, use, std::make_integer_sequence<int64_t, kClippedSwiglu + 1>{});
 }
 
 KVIK_INLINE F32 activated(int64_t activation, F32 x) {
@@ -94,6 +99,7 @@ KVIK_INLINE F32 activated(int64_t activation, F32 x) {
         case kClampedSwiglu: return clamped_gate(x);
         case kTanh: return tanh(x);
         case kLimitedSwiglu: return limited_gate(x);
+        case kClippedSwiglu: return clipped_gate(x);
         default: return x;
     }
 }
@@ -101,6 +107,7 @@ KVIK_INLINE F32 activated(int64_t activation, F32 x) {
 // The factor of the gate.
 KVIK_INLINE F32 factor_of(int64_t activation, F32 up) {
     if (activation == kLimitedSwiglu) return limited_up(up);
+    if (activation == kClippedSwiglu) return clipped_up(up);
     return activation == kClampedSwiglu ? clamped_up(up) : up;
 }
 

@@ -31,6 +31,7 @@ enum Activation : int64_t {
     kClampedSwiglu = 9,
     kTanh = 10,
     kLimitedSwiglu = 11,
+    kClippedSwiglu = 13,
 };
 // The function of the gate that `gated` multiplies x by.
 enum Gate : int64_t { kGateNone = 0, kGateSilu = 1, kGateSigmoid = 2, kGateSoftplus = 3 };

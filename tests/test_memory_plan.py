@@ -265,6 +265,8 @@ def test_the_plan_matches_the_peak_of_a_large_model(
         | {"first_k_dense_replace": 3},
         {"architectures": ["LagunaForCausalLM"], "mlp_layer_types": ["dense"] * 3}
         | {"num_attention_heads_per_layer": [4, 16, 4], "num_experts_per_tok": 2},
+        {"architectures": ["Step3p7ForConditionalGeneration"], "head_dim": 32}
+        | {"mlp_layer_types": ["dense"] * 3, "swiglu_limits_shared": [1.0] * 3},
         {"architectures": ["BitNetForCausalLM"], "hidden_act": "relu2"},
         {"architectures": ["Gemma4ForCausalLM"], "hidden_act": None, "head_dim": 32}
         | {"global_head_dim": 32, "hidden_size_per_layer_input": 1024},

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from helpers import tiny_models
 from helpers.model_cases import BESIDE, H1_FACTORS
-from helpers.tiny_models import BAILING, DELTA, IN_BLOCKS, INDEXED, KIMI
+from helpers.tiny_models import BAILING, DELTA, IN_BLOCKS, INDEXED, KIMI, STEP
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -223,6 +223,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"kv_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 10, "head_dim": 16},
         **{"num_local_experts": 6, "num_experts_per_tok": 6, "layer_group_size": 2},
     },
+    "Step3p7": {
+        **STEP,
+        **{"head_dim": 8, "n_routed_experts": 6, "num_experts_per_tok": 6},
+        "query_pre_attn_scalar": 128,  # as gains of norms are about 2
+        **{"swiglu_limits": [0.0, 7.0, 0.0], "swiglu_limits_shared": [0.5, 0.5, 0.0]},
+    },
     "Qwen3Next": {
         **STATES,
         "num_experts": 6,
@@ -267,6 +273,7 @@ LEFT: dict[str, set[str]] = {
         *("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"),
     },
     "BailingHybrid": {"gate", "kv_b_proj", "b_proj", "f_proj"},
+    "Step3p7": {"gate", "g_proj"},
     "Qwen3_5Moe": {"gate", "shared_expert_gate", "in_proj_a", "in_proj_b"},
     "Qwen3Next": {"gate", "shared_expert_gate", "in_proj_ba"},
 }

@@ -316,6 +316,7 @@ def _products() -> list[Case]:
         (kind, "clamped_swiglu") for kind in kinds if kind[0] in ("float", "mxfp4", "fp8-token")
     ]
     pairs += [(kind, "limited_swiglu") for kind in kinds if kind[0] in ("float", "int4-32")]
+    pairs.append((kinds[0], "clipped_swiglu"))
     cases = []
     for (kind, weight, shapes), activation in pairs:
         for shape, bias, residual in zip(

@@ -13,6 +13,7 @@ from helpers.tiny_models import (
     KIMI,
     LATENT,
     LLAMA4,
+    STEP,
 )
 
 
@@ -551,6 +552,25 @@ CASES = {
         topk_group=2,
         norm_topk_prob=False,
         rms_norm_eps=0.1,
+    ),
+    "step-3.7": case(
+        "Step3p7",
+        STEP,
+        rope_scaling=LLAMA3,
+        swiglu_limits_shared=[0.5, 0.0, 0.8],
+        moe_router_scaling_factor=3.0,
+        attention_bias=True,
+        query_pre_attn_scalar=30,
+    ),
+    "step-3.7-limits": case(  # wide enough that experts reach their limit
+        "Step3p7",
+        STEP,
+        hidden_size=128,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        layer_types=None,
+        partial_rotary_factors=None,
+        rope_theta=1e4,
+        swiglu_limits=[7.0, 0.0, 7.0],
     ),
     "deepseek3.2": case("DeepseekV32", INDEXED),
     "deepseek3.2-yarn-all-keys": case(

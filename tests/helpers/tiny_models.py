@@ -124,6 +124,20 @@ BAILING: dict[str, Any] = {  # of Ling 3.0
     **{"num_local_experts": 8, "head_dim": 12, "layer_group_size": 3},
 }
 
+STEP: dict[str, Any] = {  # of Step 3.7
+    "head_dim": 16,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    "sliding_window": 9,
+    "num_sliding_attention_heads": 6,
+    "rope_theta": [5e6, 1e4, 1e4],
+    "partial_rotary_factors": [0.5, 1.0, 1.0],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "share_expert_dim": 40,
+}
+
 INDEXED: dict[str, Any] = {  # of DeepSeek V3.2 and GLM-5: each query reads ten keys
     **LATENT,
     "index_n_heads": 8,
@@ -167,6 +181,10 @@ ENCODERS: dict[str, dict[str, Any]] = {
     },
 }
 ENCODERS["Qwen3VLMoe"] = ENCODERS["Qwen3VL"]
+ENCODERS["Step3p7"] = {
+    **{"hidden_size": 8, "mlp_ratio": 1.0, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "image_size": 28,
+}
 
 
 def tiny_config(family: str, **options: Any) -> Any:

@@ -12,6 +12,8 @@ from transformers import GptOssConfig
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
+from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
 from kvik.kernels.ops import Penalties
 from kvik.kernels.reference.ops import REFERENCE
@@ -122,13 +124,17 @@ def test_rotary_matches_transformers() -> None:
         torch.testing.assert_close(a, b[0].transpose(0, 1))
 
 
-def test_clamped_swiglu_is_that_of_gpt_oss() -> None:
+def test_gates_with_limits_are_those_of_gpt_oss_and_step() -> None:
     gate, up = normal(3, 40) * 5, normal(3, 40, seed=1) * 5
     experts = GptOssExperts(GptOssConfig(num_local_experts=1, hidden_size=2, intermediate_size=2))
     expected = experts._apply_gate(torch.stack((gate, up), -1).flatten(1))
+    sizes = {"n_routed_experts": 1, "hidden_size": 2, "moe_intermediate_size": 2}
+    of_step = Step3p7Experts(Step3p7TextConfig(num_hidden_layers=1, **sizes), 7.0)
+    joined = torch.cat((gate, up), -1)
     for ops in (REFERENCE, TORCH):
-        found = ops.activate(torch.cat((gate, up), -1), "clamped_swiglu")
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(ops.activate(joined, "clamped_swiglu"), expected)
+        found = ops.activate(joined, "clipped_swiglu")
+        torch.testing.assert_close(found, of_step._apply_gate(joined))
     assert bool((gate > 7).any()) and bool((up.abs() > 7).any())
 
 

@@ -57,7 +57,8 @@ WIRINGS = (
     *("Phi3", "Glm4", "Cohere2", "Glm4Moe", "DeepseekV3", "Exaone4", "Gemma2", "Gemma3"),
     *("Gemma4-token-inputs", "Gemma4-key-is-value", "Falcon-two-norms", "StableLm", "Ministral3"),
     *("Qwen3_5", "Lfm2", "Granite", "GraniteMoeHybrid-dense", "NemotronH", "FalconH1", "Apertus"),
-    *("KimiLinear", "BailingHybrid", "Laguna", "MiMoV2Flash", "Gemma3n", "HYV4", "MiniMaxM3VL"),
+    *("KimiLinear", "BailingHybrid", "Step3p7", "Laguna", "MiMoV2Flash", "Gemma3n", "HYV4"),
+    "MiniMaxM3VL",
 )
 # In deep models of random numbers and in sharp attention, eight bits change the answers.
 DULLER: dict[str, dict[str, Any]] = {
@@ -76,6 +77,7 @@ DULLER: dict[str, dict[str, Any]] = {
     "Gemma3n": {**GEMMA3N, "hidden_size": 64},
     "HYV4": CALIBRATED["HYV4"],
     "MiniMaxM3VL": CALIBRATED["MiniMaxM3VL"],
+    "Step3p7": CALIBRATED["Step3p7"],
     "Laguna": {**CALIBRATED["Laguna"], "sliding_window": 9},
     "MiMoV2Flash": {**CALIBRATED["MiMoV2Flash"], "sliding_window": 9},
 }

@@ -73,7 +73,7 @@ STACKED = {"GptOss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_to
 SECOND = (
     *("Gemma4", "DeepseekV2", "DeepseekV3", "Lfm2", "Qwen3_5", "Qwen3Next", "GraniteMoeHybrid"),
     *("NemotronH", "Cohere2Moe", "OlmoHybrid", "KimiLinear", "Laguna", "MiMoV2Flash"),
-    *("Jamba", "HYV4", "MiniMaxM3VL", "BailingHybrid"),
+    *("Jamba", "HYV4", "MiniMaxM3VL", "BailingHybrid", "Step3p7"),
 )
 
 
@@ -143,6 +143,7 @@ def test_outputs_do_not_change(tmp_path: Path, family: str, index: int) -> None:
         "HYV4": (5, 3 + 1 + 6 + 2),  # nothing after clamped gates
         "KimiLinear": (5, 3 + 1 + 2 * 6 + 2),
         "BailingHybrid": (5, 4 + 1 + 2 * 6 + 2),
+        "Step3p7": (4, 3 + 1 + 6 + 1),  # nothing after limits
         "Laguna": (5, 3 + 1 + 2 * 6 + 2),
         "Kolibri1": (2 + 1 + 2 * 6 + 2,),
         "MiMoV2Flash": (4, 2 + 1 + 2 * 6),

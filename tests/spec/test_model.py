@@ -58,6 +58,7 @@ from kvik.spec.visible_keys import Window
         ("MiniMax-M3", 426_174_572_928),
         ("Hy4-preview", 58_278_201_581),
         ("Ling-3.0-Flash", 124_414_211_552),
+        ("Step-3.7-Flash", 196_955_466_816),
         ("glm-5", 743_911_218_432),
         ("Laguna-XS.2", 33_442_617_088),
         ("Kolibri-1", 78_103_074_560),

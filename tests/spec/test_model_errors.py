@@ -97,6 +97,11 @@ def of(architecture: str, **changes: Any) -> dict[str, Any]:
     return small(architectures=[f"{architecture}ForCausalLM"], **changes)
 
 
+def step(**changes: Any) -> dict[str, Any]:
+    public = PUBLIC["Step-3.7-Flash"]
+    return public | {"text_config": public["text_config"] | changes}
+
+
 def mpt(**changes: Any) -> dict[str, Any]:
     return {**PUBLIC["mpt-7b"], **changes}
 
@@ -251,6 +256,30 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
             ("num_expert_group", 3),
             ("moe_router_activation_func", "softmax"),
         )
+    ),
+    *(
+        (step(**{key: value}), f"text_config {key}")
+        for key, value in (
+            ("layer_types", ["full_attention"] * 46),
+            ("layer_types", ["chunked_attention"] * 45),
+            ("rope_theta", [1e4 + i for i in range(45)]),
+            ("partial_rotary_factors", [1.0] * 2),
+            ("moe_layers_enum", "3,x"),
+            ("moe_layers_enum", 3),
+            ("swiglu_limits", [6.0] * 45),
+            ("swiglu_limits", [7.0] * 44),
+            ("swiglu_limits_shared", [0.1] * 45),
+            ("swiglu_limits_shared", [True] * 45),
+            ("num_sliding_attention_heads", 90),
+            ("num_nextn_predict_layers", 9),
+            ("mlp_bias", True),
+            ("use_bidirectional_attention", True),
+            ("query_pre_attn_scalar", 0),
+        )
+    ),
+    *(
+        (step(attention_other_setting={key: 4}), f"text_config attention_other_setting {key}")
+        for key in ("num_attention_groups", "head_dim")
     ),
     (of("BailingHybrid"), "layer_types"),  # all four have states
     *(

@@ -726,6 +726,7 @@ class Footprint:
         sparse = any(layer.sparsity for layer in spec.layers)
         if sparse or (spec.gated_mlp and spec.activation == RELU2):  # gate, up and their product
             widths += 2 * spec.inner_width
+        widths += 5 * spec.limited_width  # gate and up, both with limits, and one before
         normalised = self._qkv
         rotation = 4 * sum(rope.of_token * width for rope, width in spec.rotations)
         buffers = tokens * ((widths + normalised) * self._item + rotation)

@@ -21,6 +21,7 @@ from kvik.kernels.reference.ops import (
     REFERENCE,
     as_multiplied,
     clamped_gate,
+    clipped_gate,
     factor_of,
     layer_norm,
     limited_gate,
@@ -179,6 +180,7 @@ _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "clamped_swiglu": clamped_gate,
     "tanh": torch.tanh,
     "limited_swiglu": limited_gate,
+    "clipped_swiglu": clipped_gate,
 }
 
 

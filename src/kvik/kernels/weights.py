@@ -15,7 +15,8 @@ from kvik.spec.weight_kind import MX_GROUP, Rounding, WeightKind
 # For "..._and_mul" the first half of the outputs is the gate, which multiplies the second half.
 # "clamped_swiglu": gate * sigmoid(SWIGLU_SLOPE * gate) * (up + 1), with gate <= SWIGLU_LIMIT and
 # |up| <= SWIGLU_LIMIT. "limited_swiglu": silu(gate) * up, with gate <= SILU_LIMIT and |up| <=
-# SILU_LIMIT.
+# SILU_LIMIT. "clipped_swiglu": silu(gate) * up, with silu(gate) <= SWIGLU_LIMIT and |up| <=
+# SWIGLU_LIMIT.
 Activation = Literal[
     "silu_and_mul",
     "gelu_tanh",
@@ -27,9 +28,13 @@ Activation = Literal[
     "clamped_swiglu",
     "tanh",
     "limited_swiglu",
+    "clipped_swiglu",
 ]
 PAIRED: frozenset[Activation | None] = frozenset(
-    {"silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul", "clamped_swiglu", "limited_swiglu"}
+    {
+        *("silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul"),
+        *("clamped_swiglu", "limited_swiglu", "clipped_swiglu"),
+    }
 )
 SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702
 SILU_LIMIT = 10.0
@@ -47,6 +52,7 @@ ACTIVATIONS: Mapping[Activation | None, int] = {
     "clamped_swiglu": 9,
     "tanh": 10,
     "limited_swiglu": 11,
+    "clipped_swiglu": 13,
 }
 
 SYMMETRIC_ZERO = 8  # for four bits without zero points

@@ -126,6 +126,7 @@ class GatedOutputAttention(GroupedQueryAttention):
         each_head: it has one number for each head, else one for each channel.
         gate: name of the projection.
         by: the function, as in `LayerBuilder.gated`.
+        offset: of the norms' gains.
     """
 
     def __init__(
@@ -136,8 +137,10 @@ class GatedOutputAttention(GroupedQueryAttention):
         each_head: bool = False,
         gate: str = "gate_proj",
         by: str = "sigmoid",
+        offset: float = 0.0,
     ) -> None:
-        super().__init__(spec, builder, layer, norms=("q_norm", "k_norm"), full_rows=True)
+        norms = "q_norm", "k_norm"
+        super().__init__(spec, builder, layer, norms=norms, offset=offset, full_rows=True)
         facts, inner = spec.layers[layer], builder.at("self_attn")
         width = spec.query_heads(facts) * (1 if each_head else spec.heads(facts)[1])
         self.gate = inner.linear(gate, spec.hidden_size, width, bias=False, role="gates")
@@ -188,9 +191,14 @@ def feed_forward(
     experts, inside = spec.layers[layer].experts, builder.at(scope)
     if experts is not None:
         return inside.experts(spec.hidden_size, experts, names)
-    inner, bias = spec.inner(spec.layers[layer]), spec.mlp_bias
     return inside.gated_mlp(
-        spec.hidden_size, inner, bias=bias, names=gate_up, down=down, activation=activation
+        spec.hidden_size,
+        spec.inner(spec.layers[layer]),
+        bias=spec.mlp_bias,
+        names=gate_up,
+        down=down,
+        activation=activation,
+        limit=spec.layers[layer].limit,
     )
 
 
@@ -526,6 +534,11 @@ def text_decoder(
 MAX_PREDICTORS = 8  # multi-token-prediction layers after the last one
 
 
+def skip_predictors(spec: ModelFacts, builder: LayerBuilder) -> None:
+    for layer in range(spec.num_layers, spec.num_layers + MAX_PREDICTORS):
+        builder.skip(f"model.layers.{layer}")
+
+
 def without_predictors(
     spec: ModelFacts,
     builder: LayerBuilder,
@@ -537,6 +550,5 @@ def without_predictors(
     Args:
         names: as in `Decoder`.
     """
-    for layer in range(spec.num_layers, spec.num_layers + MAX_PREDICTORS):
-        builder.skip(f"model.layers.{layer}")
+    skip_predictors(spec, builder)
     return Decoder(spec, builder, make_layer, names=names)

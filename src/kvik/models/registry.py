@@ -56,6 +56,7 @@ from kvik.models import (
     qwen_vl,
     stablelm,
     starcoder2,
+    step3p7,
 )
 from kvik.spec.declare import Architecture
 
@@ -65,6 +66,7 @@ FILES = (
     *(afmoe, apertus, bamba, hunyuan, minicpm, starcoder2, falcon, opt, gpt2, bert, modernbert),
     *(gemma3n, olmo_hybrid, falcon_h1, kimi_linear, laguna, kolibri1, persimmon, pure_mamba2),
     *(mamba, jamba, mimo_v2, flint, dbrx, bitnet, bloom, mpt, hy4, minimax_m3, bailing_hybrid),
+    step3p7,
 )
 ARCHITECTURES: Mapping[str, Architecture] = {
     row.name: row for file in FILES for row in vars(file).values() if isinstance(row, Architecture)

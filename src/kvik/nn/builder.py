@@ -389,20 +389,44 @@ class Builder(LayerBuilder):
         down: str = "down_proj",
         activation: Activation = "silu_and_mul",
         sparsity: float = 0.0,
+        limit: float = 0.0,
     ) -> MLP:
         """Return the MLP of gate, up and down projections in this scope.
 
         Args:
             names: of gate and up, or of one layer for both.
             down: name of the down projection.
-            sparsity: as in `LayerSpec`.
+            sparsity, limit: as in `LayerSpec`; with a limit the activation is SiLU.
         """
+        if limit:
+            return self._limited_mlp(names, down, hidden, inner, bias, limit)
         if not sparsity:
             return self._mlp(names, down, hidden, inner, bias, activation)
         # The activation reads whole rows.
         mlp = self._mlp(names, down, hidden, inner, bias, activation, fused=False, divisible=False)
         deviations, ops = NormalDist().inv_cdf(sparsity), self.ops
         return replace(mlp, between=lambda x: ops.activate_top(x, activation, deviations))
+
+    def _limited_mlp(
+        self,
+        names: tuple[str, ...],
+        down: str,
+        hidden: int,
+        inner: int,
+        bias: bool,
+        limit: float,
+    ) -> MLP:
+        """Return the MLP of a layer with a limit."""
+        ops, sizes = self.ops, (hidden, inner, bias)
+        mlp = self._mlp(names, down, *sizes, "silu_and_mul", fused=False, divisible=False)
+
+        def multiply(x: Tensor) -> Tensor:
+            """x [tokens, 2 * inner] -> [tokens, inner]."""
+            gate, up = x.chunk(2, 1)
+            gate = ops.clipped(ops.gated(gate, gate, "sigmoid"), limit)  # never below -0.28
+            return ops.gated(gate, ops.clipped(up, limit), "none")
+
+        return replace(mlp, between=multiply)
 
     def _mlp(
         self,
@@ -547,14 +571,12 @@ class Builder(LayerBuilder):
             column = LinearShape(hidden, 1)
             gate = self._linear((names.shared_gate,), [column], bias=False, exact=True)
         if spec.shared:
-            shared = self._at(names.shared)._mlp(
-                names.shared_gate_up,
-                names.shared_down,
-                hidden,
-                spec.shared,
-                bias,
-                shared_activation or activation,
-            )
+            scope = self._at(names.shared)
+            of_all = names.shared_gate_up, names.shared_down, hidden, spec.shared, bias
+            if spec.shared_limit:
+                shared = scope._limited_mlp(*of_all, spec.shared_limit)
+            else:
+                shared = scope._mlp(*of_all, shared_activation or activation)
         adapted = self._adapted(up, down, names, activation, rule) if unfused else None
         experts = replace(self.ops.expert_set(up, down), weigh_inputs=rule.weigh_inputs)
         return Experts(self.ops, router, rule, correction, experts, shared, gate, scales, adapted)

@@ -277,9 +277,9 @@ def _open_sharded(folder: Path) -> FolderCheckpoint:
 
 
 # Tensors that stack all experts of a layer: those of newer versions of transformers, and of Granite
-# in every version.
+# and Step in every version.
 STACKED = re.compile(r"(.+\.experts)\.([a-z_]+_proj)(?:_(bias|blocks|scales))?")
-LINEARS = re.compile(r"(.+\.(?:input|output)_linear)\.weight")
+LINEARS = re.compile(r"(.+\.(?:(?:input|output)_linear|moe\.(?:gate|up|down)_proj))\.weight")
 # The same in two dimensions, in DBRX; the router says how many experts there are.
 ROWS = re.compile(r"(.+)\.experts\.mlp\.(w1|v1|w2)")
 GATE_UP = "gate_up_proj"  # gate and up of each expert

@@ -455,7 +455,8 @@ NO_PARTS: Mapping[str, int] = MappingProxyType({})  # of `LayerBuilder.causal_co
 # The activation with two learned numbers per layer, which apply above and below 0, and their names
 # in the scope of an MLP.
 XIELU = "xielu"
-CLAMPED = frozenset({"clamped_swiglu", "limited_swiglu"})  # activations that clamp gate and up
+# Activations that clamp gate and up.
+CLAMPED = frozenset({"clamped_swiglu", "limited_swiglu", "clipped_swiglu"})
 RELU2 = "relu2"  # the square of ReLU; as a gate it is no part of a product
 XIELU_NAMES = ("act_fn.alpha_p", "act_fn.alpha_n")
 
@@ -694,16 +695,25 @@ class LayerBuilder:
         down: str = "down_proj",
         activation: Any = "silu_and_mul",
         sparsity: float = 0.0,
+        limit: float = 0.0,
     ) -> FeedForward:
         widths = (2 * inner // len(names),) * len(names)
-        self.linear(names, hidden, widths, bias=bias, role="gate_up")
-        self._clamp(activation)
+        clamped = limit > 0 or activation in CLAMPED
+        self._gate_up(names, hidden, widths, bias, "gate_up", clamped)
         return self.linear(down, inner, hidden, bias=bias, role="down")
 
-    def _clamp(self, activation: Any) -> None:
-        """Note what the activation after the last layer implies."""
-        last = self._listed.linears[-1]
-        self._listed.linears[-1] = replace(last, clamped=activation in CLAMPED)
+    def _gate_up(
+        self,
+        names: tuple[str, ...],
+        hidden: int,
+        widths: tuple[int, ...],
+        bias: bool,
+        role: Role,
+        clamped: bool,
+    ) -> None:
+        full = tuple(map(self._name, names))
+        linear = DeclaredLinear(self._layer, role, full, hidden, widths, bias, clamped=clamped)
+        self._listed.linears.append(linear)
 
     def mlp(
         self,
@@ -767,8 +777,8 @@ class LayerBuilder:
             up = "shared_gate_up" if names.gated else "shared_up"
             parts = len(names.shared_gate_up)
             widths = (copies * spec.shared // parts,) * parts
-            shared.linear(names.shared_gate_up, hidden, widths, bias=bias, role=up)
-            self._clamp(shared_activation or activation)
+            cut = spec.shared_limit > 0 or (shared_activation or activation) in CLAMPED
+            shared._gate_up(names.shared_gate_up, hidden, widths, bias, up, cut)
             shared.linear(names.shared_down, spec.shared, hidden, bias=bias, role="shared_down")
         return _LISTED
 

@@ -60,6 +60,9 @@ class ExpertsSpec:
     inner: int  # width of an expert
     shared: int = 0  # width of the shared expert, an MLP for every token; 0: none
     gated: bool = False  # its output is multiplied by the sigmoid of a number per token
+    clipped: bool = False  # experts have the activation "clipped_swiglu"
+    # SiLU of a gate is at most this in the shared expert, and up at most that far from 0; 0: any.
+    shared_limit: float = 0.0
 
     @property
     def active_width(self) -> int:

@@ -132,6 +132,7 @@ class LayerSpec:
     residual_rank: int = 0
     # Share of the gates of its MLP that are cut to 0, if they are distributed normally.
     sparsity: float = 0.0
+    limit: float = 0.0  # of its MLP, as `ExpertsSpec.shared_limit`
     query_scale: QueryScale | None = None  # of its queries; None: 1
     unnormed: bool = False  # its attention reads the residual stream as it is
     norm_rank: int = 0  # inner width of the gates of its norms; 0: they are not gated

@@ -202,6 +202,17 @@ class ModelFacts:
             default=0,
         )
 
+    @cached_property
+    def limited_width(self) -> int:
+        """The largest number of inner activations of a token in an MLP with a limit."""
+        widths = (
+            (layer.experts.shared_limit and layer.experts.shared)
+            if layer.experts
+            else (layer.limit and self.inner(layer))
+            for layer in self.layers
+        )
+        return int(max(widths, default=0))
+
     def heads(self, layer: LayerSpec) -> tuple[int, int]:
         """Return a layer's number of KV heads and its head dimension."""
         return layer.kv_heads or self.num_kv_heads, layer.head_dim or self.head_dim

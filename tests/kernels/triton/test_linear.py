@@ -61,9 +61,11 @@ DTYPES = {
     "gelu": torch.float32,
     "clamped_swiglu": torch.float32,
     "limited_swiglu": torch.float32,
+    "clipped_swiglu": torch.bfloat16,
 }
 
 
+LIMITED = ("clamped_swiglu", "clipped_swiglu")
 UNROUNDED = ("int4", "mxfp4", "nvfp4", "iq4", "nf4", "bnb_fp4", "int8", "fp8")
 WORDS = ("int4-32", "int4-min", "mxfp4", "nvfp4", "iq4", "int8", "fp8")
 
@@ -84,7 +86,7 @@ def chosen() -> list[tuple[Case, torch.dtype]]:
         for activation, dtype in DTYPES.items():
             if case.name.endswith(f"-{activation or 'plain'}-bias-residual"):
                 kind = case.name.split("-", 1)[1].split(f"-{activation or 'plain'}")[0]
-                if activation in ("silu_and_mul", "clamped_swiglu") or kind in WORDS:
+                if activation in ("silu_and_mul", *LIMITED) or kind in WORDS:
                     found.append((case, dtype))
     return found
 

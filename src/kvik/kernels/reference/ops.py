@@ -199,13 +199,18 @@ def limited_gate(x: Tensor) -> Tensor:
     return silu(x.clamp(max=SILU_LIMIT))
 
 
+def clipped_gate(x: Tensor) -> Tensor:
+    """The gate of Step 3.7."""
+    return silu(x).clamp(max=SWIGLU_LIMIT)
+
+
 def factor_of(activation: Activation, up: Tensor) -> Tensor:
     """Return the factor of the gate."""
     if activation == "limited_swiglu":
         return up.clamp(-SILU_LIMIT, SILU_LIMIT)
-    if activation != "clamped_swiglu":
+    if activation not in ("clamped_swiglu", "clipped_swiglu"):
         return up
-    return up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
+    return up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + (activation == "clamped_swiglu")
 
 
 _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
@@ -219,6 +224,7 @@ _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "clamped_swiglu": clamped_gate,
     "tanh": torch.tanh,
     "limited_swiglu": limited_gate,
+    "clipped_swiglu": clipped_gate,
 }
 
 

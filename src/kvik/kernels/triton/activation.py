@@ -24,6 +24,7 @@ from kvik.kernels.weights import (
 )
 
 CLAMPED, TANH = tl.constexpr(ACTIVATIONS["clamped_swiglu"]), tl.constexpr(ACTIVATIONS["tanh"])
+CLIPPED = tl.constexpr(ACTIVATIONS["clipped_swiglu"])
 LIMIT, SLOPE = tl.constexpr(SWIGLU_LIMIT), tl.constexpr(SWIGLU_SLOPE)
 LIMITED, SILU_MOST = tl.constexpr(ACTIVATIONS["limited_swiglu"]), tl.constexpr(SILU_LIMIT)
 SLOPE_AT_0 = tl.constexpr(XIELU_SLOPE)
@@ -78,18 +79,27 @@ def activated(x, ACTIVATION: tl.constexpr):
         x = x * sigmoid(x)
     elif ACTIVATION == TANH:
         x = capped(x, 1.0)
+    elif ACTIVATION == CLIPPED:
+        x = x * sigmoid(x)
+        x = tl.where(x > LIMIT, LIMIT, x)
     return x
+
+
+@triton.jit
+def limited(x, LIMIT: tl.constexpr):
+    x = tl.where(x > LIMIT, LIMIT, x)
+    return tl.where(x < -LIMIT, -LIMIT, x)
 
 
 @triton.jit
 def factor_of(up, ACTIVATION: tl.constexpr):
     """Return the factor of the gate of a paired activation, fp32."""
     if ACTIVATION == CLAMPED:
-        up = tl.where(up > LIMIT, LIMIT, up)
-        up = tl.where(up < -LIMIT, -LIMIT, up) + 1.0
+        up = limited(up, LIMIT) + 1.0
     elif ACTIVATION == LIMITED:
-        up = tl.where(up > SILU_MOST, SILU_MOST, up)
-        up = tl.where(up < -SILU_MOST, -SILU_MOST, up)
+        up = limited(up, SILU_MOST)
+    elif ACTIVATION == CLIPPED:
+        up = limited(up, LIMIT)
     return up
 
 
