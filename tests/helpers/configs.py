@@ -365,6 +365,10 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "BailingHybridForCausalLM",
         vocab=157184, hidden=2560, inner=6144, layers=42, heads=32, kv_heads=32, positions=262144,
     ),
+    "Compass, usual sizes": {
+        "architectures": ["CohereCompassForCausalLM"],
+        "rope_parameters": {"full_attention": None},
+    },
     "Step-3.7-Flash": {  # of 48 layers the last three predict several tokens
         "architectures": ["Step3p7ForConditionalGeneration"],
         "text_config": {

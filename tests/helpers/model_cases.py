@@ -6,6 +6,7 @@ from typing import Any
 
 from helpers.tiny_models import (
     BAILING,
+    COMPASS,
     DELTA,
     GEMMA3N,
     IN_BLOCKS,
@@ -386,6 +387,14 @@ CASES = {
         "Cohere", attention_bias=True, tie_word_embeddings=False, logit_scale=0.3
     ),
     "cohere-head-norms": case("Cohere", use_qk_norm=True, hidden_size=64),
+    "cohere-compass": case("CohereCompass", COMPASS),
+    "cohere-compass-turned": case(
+        "CohereCompass",
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e4, **YARN, "factor": 4.0}}},
+        attention_bias=True,
+        logit_scale=0.3,
+        tie_word_embeddings=False,
+    ),
     "cohere2": case("Cohere2", num_hidden_layers=4, sliding_window=9, hidden_size=64),
     "gemma": case("Gemma", head_dim=16),
     "gemma-untied": case("Gemma", head_dim=8, tie_word_embeddings=False),

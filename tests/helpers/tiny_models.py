@@ -61,7 +61,7 @@ SIZES: dict[str, dict[str, Any]] = {
 # Families whose text models have their own configuration class.
 TEXT_CONFIGS = (
     *("Gemma3", "Gemma3n", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe", "Llama4"),
-    "MiniMaxM3VL",
+    *("MiniMaxM3VL", "CohereCompass"),
 )
 
 LLAMA4: dict[str, Any] = {
@@ -118,6 +118,15 @@ KIMI: dict[str, Any] = {  # of Kimi Linear
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
 
+COMPASS: dict[str, Any] = {  # of Cohere Compass
+    "hidden_size": 64,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 9,
+    "rope_parameters": {
+        "full_attention": None,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+    },
+}
 _ABSENT = ("q_lora_rank", "n_routed_experts")
 BAILING: dict[str, Any] = {  # of Ling 3.0
     **{key: value for key, value in LATENT.items() if key not in _ABSENT},
@@ -304,6 +313,7 @@ WITH_IMAGES = {
     "Ministral3": "Mistral3ForConditionalGeneration",
     "Llama4": "Llama4ForConditionalGeneration",
     "Qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "CohereCompass": "CohereCompassForConditionalGeneration",
 }
 
 
@@ -312,6 +322,7 @@ def save_tiny_with_images(folder: Path, prefix: str, family: str = "Gemma3") -> 
     options = {
         "Llama4": LLAMA4,
         "Gemma3n": GEMMA3N,
+        "CohereCompass": COMPASS,
         "Qwen3_5": DELTA | {"num_hidden_layers": 4},
     }.get(family, {"sliding_window": 9})
     reference = save_tiny(folder, family, **{"head_dim": 16, "hidden_size": 64, **options})
@@ -323,6 +334,7 @@ def save_tiny_with_images(folder: Path, prefix: str, family: str = "Gemma3") -> 
         "Llama4": ("vision_model", "multi_modal_projector"),
         "Gemma3n": ("model.vision_tower", "model.embed_vision", "model.audio_tower"),
         "Qwen3_5": ("model.visual", "mtp"),
+        "CohereCompass": ("model.visual",),
     }.get(family, ("vision_tower", "model.vision_tower"))
     for scope in others:
         named[f"{scope}.x.weight"] = torch.ones(3)

@@ -130,6 +130,7 @@ def test_names_as_transformers_writes_them(
         *((family, prefix) for family in ("Gemma3", "Ministral3") for prefix in IMAGE_PREFIXES),
         ("Qwen3_5", "model.language_model"),
         ("Gemma3n", "model.language_model"),
+        ("CohereCompass", "model.language_model"),
         ("Llama4", "language_model.model"),
     ],
 )
@@ -217,8 +218,9 @@ NEEDED: dict[str, dict[str, Any]] = {
     "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2},
     "Gemma3TextModel": {"use_bidirectional_attention": True},
 }
-# These need another number of labels, are unknown to transformers, or are no text models.
-OTHERS = ("SequenceClassification", "MiMo", "Mistral3")
+# These need another number of labels, are unknown to transformers, are no text models, or need
+# rotary positions or null.
+OTHERS = ("SequenceClassification", "MiMo", "Mistral3", "Compass")
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ from kvik.spec.visible_keys import Window
         ("MiniMax-M3", 426_174_572_928),
         ("Hy4-preview", 58_278_201_581),
         ("Ling-3.0-Flash", 124_414_211_552),
+        ("Compass, usual sizes", 34_980_831_232),
         ("Step-3.7-Flash", 196_955_466_816),
         ("glm-5", 743_911_218_432),
         ("Laguna-XS.2", 33_442_617_088),
@@ -392,6 +393,8 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
     "Gemma3TextModel": {"use_bidirectional_attention": True},
     "KimiLinearForCausalLM": {"num_experts_per_token": 2},
     "BailingHybridForCausalLM": {"layer_group_size": 2, "num_experts": 4},
+    "CohereCompassForCausalLM": {"rope_parameters": {"full_attention": {}}},
+    "CohereCompassForConditionalGeneration": {"rope_parameters": {"full_attention": {}}},
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 1},
     "Gemma3nForConditionalGeneration": {"num_kv_shared_layers": 1},
 }

@@ -277,6 +277,9 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
             ("query_pre_attn_scalar", 0),
         )
     ),
+    (of("CohereCompass"), "rope_parameters full_attention"),
+    (of("CohereCompass", rope_parameters={"full_attention": None}, logit_scale=0), "logit_scale"),
+    (of("CohereCompass", layer_types=["chunked_attention"] * 4), "layer_types"),
     *(
         (step(attention_other_setting={key: 4}), f"text_config attention_other_setting {key}")
         for key in ("num_attention_groups", "head_dim")

@@ -1,6 +1,6 @@
 """Command R, R+ and R7B (Cohere 2024): attention and MLP in parallel, LayerNorm without biases.
-Pairs of neighbours are rotated, and logits are scaled. In R+, q and k heads are normalised. Command
-A+ (2026) has routed experts."""
+Pairs of neighbours are rotated, but halves in Compass (2026), and logits are scaled. In R+, q and k
+heads are normalised. Command A+ (2026) has routed experts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kvik.models.decoder import (
     ParallelLayer,
     feed_forward,
     last_norm,
+    text_decoder,
 )
 from kvik.spec.declare import Architecture, FeedForward, ForwardContext, LayerBuilder
 from kvik.spec.experts import Router, read_experts, sparse_layers
@@ -24,9 +25,11 @@ from kvik.spec.layers import (
     FULL,
     SLIDING,
     LayerSpec,
+    layer_types,
     mixed_layers,
     read_window,
     rotary_layers,
+    typed_layers,
     typed_windows,
 )
 from kvik.spec.model import ModelFacts, ModelScales
@@ -83,8 +86,8 @@ def cohere_layer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> Layer:
     return ParallelLayer(spec, builder, layer, attention, norm_bias=False)
 
 
-def cohere_scales(fields: Fields) -> ModelScales:
-    return ModelScales(logits=fields.number("logit_scale", 1e-6, 1e6, 0.0625))
+def cohere_scales(fields: Fields, default: float = 0.0625) -> ModelScales:
+    return ModelScales(logits=fields.number("logit_scale", 1e-6, 1e6, default))
 
 
 norm_without_bias = partial(last_norm, bias=False)
@@ -116,6 +119,44 @@ COHERE2 = replace(
     qk_norm=False,
     defaults={},
     gguf="cohere2",
+)
+
+
+def compass_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Layers by `layer_types`; a kind whose rotary positions are null has none."""
+    types, ropes = layer_types(fields, layers, every=1), fields.inside("rope_parameters")
+    for kind in types:
+        if kind not in ropes and not ropes.is_null(kind):
+            raise ropes.error(kind, "is missing; null means no positions")
+    specs = zip(typed_layers(fields, layers, positions), types, strict=True)
+    return tuple(replace(spec, rope=None) if ropes.is_null(kind) else spec for spec, kind in specs)
+
+
+# The text models of Compass (Cohere 2026), alone or in a model that reads images (North Vision).
+COMPASS = replace(
+    COHERE2,
+    name="CohereCompassForCausalLM",
+    model_type="cohere_compass_text",
+    models="Cohere Compass, text alone",
+    layers=compass_layers,
+    scales=partial(cohere_scales, default=1.0),
+    defaults={
+        "vocab_size": 256_000,
+        "hidden_size": 8192,
+        "intermediate_size": 22_528,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 64,
+        "max_position_embeddings": 8192,
+    },
+    gguf=None,
+)
+COMPASS_VISION = replace(
+    COMPASS,
+    name="CohereCompassForConditionalGeneration",
+    model_type="cohere_compass",
+    make=partial(text_decoder, make_layer=cohere_layer, make_norm=norm_without_bias),
+    inside="text_config",
+    tied=False,
 )
 
 
