@@ -377,7 +377,12 @@ PUBLIC: dict[str, dict[str, Any]] = {
             "num_attention_groups": 8,
             "layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 12,
             "sliding_window": 512,
-            "attention_other_setting": {"num_attention_heads": 96, "head_dim": 128},
+            "attention_other_setting": {
+                **{"attention_type": "sliding_attention", "num_attention_heads": 96},
+                **{"num_attention_groups": 8, "head_dim": 128},
+            },
+            "use_rope_layers": [],
+            "yarn_only_types": ["full_attention"],
             "rope_theta": [5e6, 1e4, 1e4, 1e4] * 12,
             "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0] * 12,
             "rope_scaling": LLAMA3_SCALING,

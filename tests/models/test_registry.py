@@ -17,6 +17,7 @@ from helpers.tiny_models import (
     IN_BLOCKS,
     INDEXED,
     LATENT,
+    STEP,
     reference_logits,
     save_tiny,
     save_tiny_with_images,
@@ -137,6 +138,15 @@ def test_names_as_transformers_writes_them(
 def test_the_text_model_of_one_that_reads_images(family: str, prefix: str, tmp_path: Path) -> None:
     """The image encoder is not loaded, nor are draft layers."""
     reference, ids = save_tiny_with_images(tmp_path, prefix, family), tokens(30)
+    expected = reference_logits(reference, ids)
+    torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
+
+
+def test_step_3_5_has_the_files_of_the_text_model_of_3_7(tmp_path: Path) -> None:
+    reference, ids = save_tiny(tmp_path, "Step3p7", **STEP), tokens(12)
+    config = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    config["architectures"] = ["Step3p5ForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
     expected = reference_logits(reference, ids)
     torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
 

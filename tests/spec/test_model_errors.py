@@ -275,6 +275,11 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
             ("mlp_bias", True),
             ("use_bidirectional_attention", True),
             ("query_pre_attn_scalar", 0),
+            ("use_rope_layers", ["full_attention"]),
+            ("yarn_only_types", ["sliding_attention"]),
+            ("use_head_wise_attn_gate", False),
+            ("norm_expert_weight", False),
+            ("moe_router_activation", "softmax"),
         )
     ),
     (of("CohereCompass"), "rope_parameters full_attention"),

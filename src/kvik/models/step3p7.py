@@ -1,6 +1,7 @@
-"""The text model of Step 3.7 (StepFun 2026): layers with a window have more heads of queries than
-the others, and other rotary positions; heads of queries and keys have norms, and attention a gate
-for each head. Experts are chosen with a correction; in the last layers SwiGLU has limits."""
+"""Step 3.5 and the text model of Step 3.7 (StepFun 2026): layers with a window have more heads of
+queries than the others, and other rotary positions; heads of queries and keys have norms, and
+attention a gate for each head. Experts are chosen with a correction; in the last layers SwiGLU has
+limits."""
 
 from __future__ import annotations
 
@@ -92,6 +93,9 @@ def ropes(fields: Fields, kinds: tuple[str, ...]) -> dict[str, dict[str, object]
 
 def step_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
     """Layers with and without a window, each kind with its own heads and rotary positions."""
+    for key, only in (("use_rope_layers", ()), ("yarn_only_types", (FULL,))):
+        if key in fields and fields.strings(key) != only:
+            raise fields.error(key, f"must be {[*only]}")
     kinds, stored = kinds_of(fields, layers), fields.mapping("rope_parameters") or {}
     if not all(isinstance(stored.get(kind), dict) for kind in kinds):
         stored = ropes(fields, kinds)
@@ -99,6 +103,7 @@ def step_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec,
         {TYPES: [*kinds], "rope_parameters": stored, "rope_scaling": None, THETA: None}
     )
     heads, of_windows = fields.integer(HEADS, 1, MAX_HEADS), fields.inside(OTHER)
+    of_windows.choice("attention_type", (SLIDING,), SLIDING)
     kv_heads, dim = fields.integer(KV_HEADS, 1, MAX_HEADS), fields.integer(DIM, 1, MAX_HEAD_DIM)
     for key, value in (("num_attention_groups", kv_heads), (DIM, dim)):
         if of_windows.integer(key, 1, MAX_HEADS, value) != value:
@@ -151,6 +156,7 @@ def step_router(fields: Fields, experts: int, active: int) -> Router:
 
 def step_experts(fields: Fields, layers: int) -> tuple[ExpertsSpec | None, ...]:
     fields = fields.changed({"mlp_layer_types": with_experts(fields, layers)})
+    fields = fields.named({"scoring_func": "moe_router_activation"})
     read = read_experts(
         fields, layers, router=step_router, shared_width="share_expert_dim", gated=False
     )
@@ -180,7 +186,13 @@ STEP3P7 = Architecture(
     o_bias="attention_bias",
     qk_norm=True,
     scales=step_scales,
-    fixed={"mlp_bias": False, "use_bidirectional_attention": False},
+    fixed={
+        "mlp_bias": False,
+        "use_bidirectional_attention": False,
+        "use_head_wise_attn_gate": True,
+        "use_moe_router_bias": True,
+        "norm_expert_weight": True,
+    },
     older={
         "num_attention_groups": KV_HEADS,
         "moe_num_experts": "n_routed_experts",
@@ -203,4 +215,8 @@ STEP3P7 = Architecture(
         "share_expert_dim": 1280,
         "sliding_window": None,
     },
+)
+# Step 3.5, in files of the same form.
+STEP3P5 = replace(
+    STEP3P7, name="Step3p5ForCausalLM", model_type="step3p5", models="Step 3.5", inside=""
 )
