@@ -52,8 +52,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "Lfm2": {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True},
     "Qwen3_5Moe": STATES,
     "Qwen3Next": STATES,
+    "BailingHybrid": {  # matrices of one name are rounded in some layers, and floats in others
+        **{key: LATENT[key] for key in LATENT if key not in ("q_lora_rank", "n_routed_experts")},
+        **{"head_dim": 16, "num_local_experts": 6, "layer_group_size": 2},
+    },
+    "Step3p7": {
+        **tiny_models.STEP,
+        **{"moe_intermediate_size": 32, "share_expert_dim": 32},
+        **{"n_routed_experts": 6, "num_experts_per_tok": 6},
+        **{"swiglu_limits": [0.0, 7.0, 0.0], "swiglu_limits_shared": [1.0, 1.0, 0.0]},
+    },
 }
-LIKE = ("DeepseekV2", "Glm4MoeLite", "Qwen3Next")  # another model
+LIKE = ("DeepseekV2", "Glm4MoeLite", "Qwen3Next", "BailingHybrid", "Step3p7")  # another model
 RECIPES = {
     recipe.method: recipe
     for recipe in (
@@ -84,7 +94,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for family, options in MODELS.items():
         folders[family] = tmp_path_factory.mktemp(family)
         save_tiny(folders[family], family, hidden_size=64, intermediate_size=96, **options)
-        if options is STATES:
+        if options is STATES or family == "Step3p7":
             centre_gains(folders[family])
     return folders
 
