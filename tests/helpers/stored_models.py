@@ -177,7 +177,9 @@ def save_quantised(source: Path, folder: Path, twin: Path, config: dict[str, Any
     stored = read(config, [name.removesuffix(".weight") for name in plain])
     for name, tensor in dict(plain).items():
         layer = name.removesuffix(".weight")
-        linear = layer.endswith(("_proj", "lm_head", ".w1", ".w2", ".w3", ".gate"))
+        linear = layer.rstrip(".0123456789").endswith(
+            ("_proj", "lm_head", ".w1", ".w2", ".w3", ".gate")
+        )
         scheme = stored.scheme(layer) if linear else None
         if scheme is None:
             quantised[name] = tensor

@@ -277,9 +277,11 @@ def _open_sharded(folder: Path) -> FolderCheckpoint:
 
 
 # Tensors that stack all experts of a layer: those of newer versions of transformers, and of Granite
-# and Step in every version.
+# and Step, with scales of blocks of FP8, in every version.
 STACKED = re.compile(r"(.+\.experts)\.([a-z_]+_proj)(?:_(bias|blocks|scales))?")
-LINEARS = re.compile(r"(.+\.(?:(?:input|output)_linear|moe\.(?:gate|up|down)_proj))\.weight")
+LINEARS = re.compile(
+    r"(.+\.(?:(?:input|output)_linear|moe\.(?:gate|up|down)_proj))\.(weight(?:_scale_inv)?)"
+)
 # The same in two dimensions, in DBRX; the router says how many experts there are.
 ROWS = re.compile(r"(.+)\.experts\.mlp\.(w1|v1|w2)")
 GATE_UP = "gate_up_proj"  # gate and up of each expert
@@ -314,7 +316,8 @@ def unstacked(
             stacked = replace(entry, shape=(experts, count // experts, entry.shape[1]))
             result += (_columns if layer == "w2" else _parts)(stacked, 1, names)
         elif linear is not None and len(entry.shape) == 3:
-            result += _parts(entry, 1, [f"{linear[1]}.{expert}.weight" for expert in range(count)])
+            names = [f"{linear[1]}.{expert}.{linear[2]}" for expert in range(count)]
+            result += _parts(entry, 1, names)
         elif match is not None and len(entry.shape) > 1:
             scope, layer, part = match[1], match[2], match[3] or "weight"
             layers = [layer]

@@ -20,7 +20,7 @@ from helpers.stored_layers import (
     modelopt_config,
 )
 from helpers.stored_models import STATIC, save_quantised
-from helpers.tiny_models import save_tiny, tokens
+from helpers.tiny_models import STEP, save_tiny, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -101,6 +101,32 @@ def test_logits_are_those_of_the_twin(
         twin = PagedModel(tmp_path / "twin")
     shapes = load_file(tmp_path / "q" / SINGLE)
     assert any(tensor.dtype in SMALL for tensor in shapes.values())
+
+
+def test_experts_of_a_layer_in_one_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their values and their scales, as in published files of Step in FP8."""
+    monkeypatch.setattr("kvik.kernels.reference.ops.round_activations", lambda x, *_: x.float())
+    plain, path = tmp_path / "plain", tmp_path / "q" / SINGLE
+    save_tiny(plain, "Step3p7", **STEP | {"hidden_size": 64, "moe_intermediate_size": 32})
+    stored = load_file(plain / SINGLE)
+    for name in [name for name in stored if ".moe." in name and stored[name].dim() == 3]:
+        layer = name.removesuffix(".weight")
+        for expert, rows in enumerate(stored.pop(name)):
+            stored[f"{layer}.{expert}.weight"] = rows.clone()
+    text = {name: tensor for name, tensor in stored.items() if not name.startswith("vi")}
+    save_file(text, plain / SINGLE)
+    left = ["lm_head", "moe.gate", "g_proj"]
+    config = fp8_config(weight_block_size=[32, 32], modules_to_not_convert=left)
+    save_quantised(plain, tmp_path / "q", tmp_path / "twin", config)
+    apart, parts = load_file(path), dict[str, list[Tensor]]()
+    for expert in range(STEP["n_routed_experts"]):
+        for name in [name for name in apart if f"_proj.{expert}." in name]:
+            parts.setdefault(name.replace(f".{expert}.w", ".w"), []).append(apart.pop(name))
+    assert any(name.endswith("moe.up_proj.weight_scale_inv") for name in parts)
+    save_file(apart | {name: torch.stack(each) for name, each in parts.items()}, path)
+    ids = tokens(24)
+    expected = PagedModel(tmp_path / "twin").logits(ids)
+    torch.testing.assert_close(PagedModel(tmp_path / "q").logits(ids), expected)
 
 
 def test_older_files_of_modelopt_tell_the_format_apart(plain: Path, tmp_path: Path) -> None:
