@@ -83,6 +83,7 @@ LATENT = {"first_k_dense_replace": 4, "num_experts_per_tok": 2, "n_group": 1, "t
         (PUBLIC["Gemma-3-1B"], ("4 ", "all tokens", "1,000,000")),
         (PUBLIC["Gemma-3n-E2B"], ("30 of width 2048", "4 residual streams")),
         (PUBLIC["Gemma-3n-E2B"], ("8 ", "512 tokens", "5% of gates")),
+        (PUBLIC["MiniMax-M3"], ("57 ", "key/value head chooses 16 blocks of 128")),
         (PUBLIC["gemma-4-31b"], ("10 ", "4 key/value heads of 512", "1,000,000 in 25%")),
         (
             small(architectures=["Glm4MoeForCausalLM"], n_shared_experts=2, **EXPERTS),

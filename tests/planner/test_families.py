@@ -172,6 +172,12 @@ def test_a_nested_text_model_is_read_and_noted() -> None:
     assert "only text_config is read" in gemma.notes[0]
 
 
+def test_a_known_family_needs_no_name_in_its_text_config() -> None:
+    whole = config("gemma-3-4b")
+    bare = {k: v for k, v in GEMMA.items() if k not in ("architectures", "model_type")}
+    assert shape_from_config({**whole, "text_config": bare}, "m") == shape_from_config(whole, "m")
+
+
 def test_a_nested_model_of_a_known_family_is_only_planned() -> None:
     nested = {"architectures": ["VoxtralForConditionalGeneration"], "text_config": config("gpt2")}
     model = shape_from_config(nested, "m")

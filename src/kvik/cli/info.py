@@ -204,6 +204,9 @@ def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
             seen += f", of which {by} chooses {layer.index.top:,}"
     elif layer.kv_heads or layer.head_dim:
         seen += " by {} key/value heads of {}".format(*spec.heads(layer))
+    if layer.index is not None and layer.index.span:
+        blocks = layer.index.top // layer.index.span
+        seen += f", of which each key/value head chooses {blocks} blocks of {layer.index.span}"
     if layer.value_is_key:
         seen += ", values made of keys"
     if layer.kv_from is not None:

@@ -134,23 +134,27 @@ def shape_from_config(config: Mapping[str, object], name: str) -> ModelShape:
     """
     fields = Fields(config)
     if fields.mapping("text_config") is None:
-        return _shape(config, fields, name)
-    merged = text_config(config)
-    shape = _shape(merged, Fields(merged, "config.json text_config"), name)
-    outer = fields.strings("architectures")
+        return _shape(_architecture(fields), config, fields.where, fields, name)
+    merged, outer = text_config(config), fields.strings("architectures")
+    inside = Fields(merged, "config.json text_config")
     note = "only text_config is read: encoders of images or sound are not counted"
-    spec = _runnable(config) if outer and outer[0] in ARCHITECTURES else None
-    return replace(
-        shape,
-        architecture=outer[0] if outer else shape.architecture,
-        like=spec or shape.like,
-        runs=spec is not None,
-        notes=(note, *shape.notes),
-    )
+    if outer and outer[0] in ARCHITECTURES:
+        shape = _shape(outer[0], config, fields.where, inside, name)
+        return replace(shape, notes=(note, *shape.notes))
+    shape = _shape(_architecture(inside), merged, inside.where, inside, name)
+    architecture = outer[0] if outer else shape.architecture
+    return replace(shape, architecture=architecture, runs=False, notes=(note, *shape.notes))
 
 
-def _shape(config: Mapping[str, object], fields: Fields, name: str) -> ModelShape:
-    architecture = _architecture(fields)
+def _shape(
+    architecture: str, config: Mapping[str, object], where: str, fields: Fields, name: str
+) -> ModelShape:
+    """Return the shape of an architecture.
+
+    Args:
+        where: the config is, for errors.
+        fields: of the text model.
+    """
     if architecture not in ARCHITECTURES:
         spec = _most_similar(fields, architecture)
         shape = _from_spec(spec, fields, name)
@@ -159,12 +163,12 @@ def _shape(config: Mapping[str, object], fields: Fields, name: str) -> ModelShap
         return replace(shape, architecture=architecture, runs=False, notes=notes)
     named = {**config, "architectures": [architecture]}
     try:
-        return _from_spec(ModelSpec.from_config(named, fields.where), fields, name)
+        return _from_spec(ModelSpec.from_config(named, where), fields, name)
     except ModelError as error:
         plain = {key: value for key, value in named.items() if key != "quantization_config"}
         if plain == named:
             raise
-        shape = _from_spec(ModelSpec.from_config(plain, fields.where), fields, name)
+        shape = _from_spec(ModelSpec.from_config(plain, where), fields, name)
         # Tools leave the head in floats.
         matrices = (
             replace(m, stored=((m.outputs, None),)) if m.role == "head" else m
@@ -173,15 +177,6 @@ def _shape(config: Mapping[str, object], fields: Fields, name: str) -> ModelShap
         outside = replace(shape.outside, matrices=tuple(matrices))
         notes = (*shape.notes, f"kvik does not run this checkpoint: {error}")
         return replace(shape, runs=False, outside=outside, notes=notes)
-
-
-def _runnable(config: Mapping[str, object]) -> ModelSpec | None:
-    """Return the engine's spec of a model; None if it does not support the checkpoint's
-    quantisation."""
-    try:
-        return ModelSpec.from_config(config)
-    except ModelError:
-        return None
 
 
 def _architecture(fields: Fields) -> str:
