@@ -24,7 +24,6 @@ from dataclasses import dataclass
 
 from kvik.core.block_pool import extend_hashes
 from kvik.core.types import FinishReason, Request
-from kvik.spec.visible_keys import NEVER
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +38,7 @@ class StateCheckpoint:
 class CheckpointTable:
     """Maps prefixes to checkpoints."""
 
-    def __init__(
-        self, count: int, block_size: int, reusable: Callable[[int], int] = lambda prompt: NEVER
-    ) -> None:
+    def __init__(self, count: int, block_size: int, reusable: Callable[[int], int]) -> None:
         """
         Args:
             reusable: returns how many tokens of a request may come from the prefix cache, for the

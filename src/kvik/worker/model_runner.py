@@ -28,7 +28,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
@@ -119,7 +118,6 @@ class ModelRunner:
         inputs: StepInputs,
         table: RequestTable,
         participants: Sequence[Participant[Any]],
-        device: torch.device,
         clock: Callable[[], float],
         *,
         depth: int,
@@ -137,9 +135,7 @@ class ModelRunner:
         self.inputs = inputs
         self.table = table
         self.participants = participants
-        self.device = device
         self.clock = clock
-        self.depth = depth
         self.pipeline = pipeline
         self._keeps_output = any(participant.reads_output for participant in participants)
         self._in_turn = pipeline is None and (depth == 1 or self._keeps_output)

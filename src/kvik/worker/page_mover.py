@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-import sys
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -119,8 +118,6 @@ def host_memory(size: int) -> np.ndarray:
     Raises:
         OSError: there is no address space for it.
     """
-    if sys.platform == "win32":
-        return np.frombuffer(mmap.mmap(-1, size), np.uint8)
     # Private: shared memory takes a third longer to allocate.
     memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(memory, np.uint8)

@@ -125,13 +125,15 @@ class Trees:
 
     def _nodes(self) -> _Ids:
         """[rows], the node of each."""
-        nodes: _Ids = np.arange(len(self.judged)) - np.repeat(
-            self.starts[:-1], np.diff(self.starts)
-        )
-        return nodes
+        return _within(self.starts)
 
 
 _Ids = NDArray[np.int64]
+
+
+def _within(starts: _Ids) -> _Ids:
+    """Return the index of each row among those of its request: [rows]. starts: [requests + 1]."""
+    return np.arange(starts[-1]) - starts[:-1].repeat(starts[1:] - starts[:-1])
 
 
 @frozen
@@ -160,8 +162,7 @@ class Chains:
 
     def depths(self) -> _Ids:
         """[rows], how many drafts come before each row."""
-        starts = self.starts
-        return np.arange(len(self.judged)) - starts[:-1].repeat(starts[1:] - starts[:-1])
+        return _within(self.starts)
 
     def supposed(self) -> Supposed:
         """Return the drafts that each row follows."""

@@ -119,7 +119,7 @@ class Speculator(Participant[None]):
             else:
                 due, step.result.draft_times = True, self._observe(step, seconds)
             guesses = due and self.speculation.method != FORCED
-            if guesses or self._forces(batch.slots[batch.sampling_rows]):
+            if guesses or self._forced(self.sampling.structured(batch.slots[batch.sampling_rows])):
                 step.result.num_draft_tokens = self._propose(step, guesses=guesses)
         self._ended = self.clock()
 
@@ -140,11 +140,11 @@ class Speculator(Participant[None]):
             paths=None if tree is None else checked.paths(tree.drafts),
         )
 
-    def _forces(self, slots: np.ndarray) -> bool:
-        """Return whether a grammar forces the next token of any of these requests."""
+    def _forced(self, structured: Mapping[int, TextMatcher]) -> dict[int, list[int]]:
+        """Return the next tokens that grammars force, by row."""
         if self.speculation.trees:  # forced tokens form a chain, not a tree
-            return False
-        return any(matcher.forced() for matcher in self.sampling.structured(slots).values())
+            return {}
+        return {row: run for row, matcher in structured.items() if (run := matcher.forced())}
 
     def _propose(self, step: RunningStep, *, guesses: bool) -> list[int]:
         """Return how many drafts each row of the step gets for its next one.
@@ -255,9 +255,7 @@ class Speculator(Participant[None]):
         """
         started = self.clock()
         structured = self.sampling.structured(slots)
-        forced = {}
-        if not self.speculation.trees:  # forced tokens form a chain, not a tree
-            forced = {row: run for row, matcher in structured.items() if (run := matcher.forced())}
+        forced = self._forced(structured)
         limits = self._limits(slots, forced, guesses=guesses)
         chosen = limits.nonzero()[0]
         if not len(chosen):

@@ -167,15 +167,7 @@ class Worker:
             self._caches = graph.caches
             participants.insert(0, graph.caches)
         self._runner: ModelRunner | None = ModelRunner(
-            network,
-            graph,
-            inputs,
-            table,
-            participants,
-            device,
-            clock,
-            depth=self.depth,
-            pipeline=pipeline,
+            network, graph, inputs, table, participants, clock, depth=self.depth, pipeline=pipeline
         )
         return network
 
