@@ -39,7 +39,12 @@ class Step:
 
     def run(self, backend: AttentionBackend, window: Seen = None) -> Tensor:
         """Run on a copy of the cache, so that a step can be run repeatedly."""
-        return backend.run(replace(self.attend(backend, window), kv=copied(self.kv)))
+        return backend.run(replace(self.attend(backend, window), kv=self.copied_kv()))
+
+    def copied_kv(self) -> LayerKV:
+        """Return a copy of the cache."""
+        every = (self.kv.k, self.kv.v, self.kv.k_scales, self.kv.v_scales)
+        return LayerKV(*(None if tensor is None else tensor.clone() for tensor in every))
 
     def check(self, found: Tensor, window: Seen = None, atol: float = 2e-6) -> None:
         torch.testing.assert_close(found.double(), self.expected(window), rtol=1e-4, atol=atol)
@@ -156,11 +161,6 @@ def _distances(cached: int, nodes: tuple[int, ...], new: int, window: Seen) -> T
 
 
 MakeStep = Callable[..., Step]
-
-
-def copied(kv: LayerKV) -> LayerKV:
-    every = (kv.k, kv.v, kv.k_scales, kv.v_scales)
-    return LayerKV(*(None if tensor is None else tensor.clone() for tensor in every))
 
 
 def _poisoned(dtype: torch.dtype, *shape: int) -> LayerKV:

@@ -158,7 +158,7 @@ def test_padding_of_the_block_table_is_never_used(backend, make_step):
 
 def test_only_keys_and_values_of_the_step_are_written(backend, make_step):
     step = make_step(STEPS["mixed"])
-    kv = LayerKV(step.kv.k.clone(), step.kv.v.clone())
+    kv = step.copied_kv()
     backend.run(Attend(step.q, step.k, step.v, kv, backend.plan(step.layout, None), step.spec))
     slots = step.layout.slot_mapping
     for found, before, new in ((kv.k, step.kv.k, step.k), (kv.v, step.kv.v, step.v)):
@@ -175,21 +175,27 @@ def numbers(*tensors: torch.Tensor) -> torch.Tensor:
     return every[~every.isnan()].sort().values
 
 
-@pytest.mark.parametrize("window", [None, 9, chunks(11)])
-@pytest.mark.parametrize("chunk", [1, 7, 16, 30])
-def test_chunked_prefill_equals_one_prefill(backend, make_step, chunk, window):
-    total = 40
-    whole = make_step([(0, total)])
-    expected = whole.run(backend, window)
-    kv = LayerKV(whole.kv.k.clone(), whole.kv.v.clone())
-    for start in range(0, total, chunk):
-        end = min(start + chunk, total)
-        part = slice(start, end)
-        layout = one_sequence(whole.layout.block_table, whole.layout.slot_mapping[part], end)
-        rows = whole.q[part], whole.k[part], whole.v[part]
-        plan = backend.plan(layout, as_window(window))
-        found = backend.run(Attend(*rows, kv, plan, whole.spec))
-        torch.testing.assert_close(found, expected[part], rtol=1e-4, atol=2e-6)
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize("window", [None, 9, chunks(11), sinks(3, 20), sinks(18, 40)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_equal_one_prefill(backend, make_step, dtype, window, kv_format):
+    """To the bit. "reference" and "sdpa" sum in another order."""
+    total, kv_dtype = 70, KV_FORMATS[kv_format]
+    whole = make_step([(0, total)], dtype=dtype, kv_dtype=kv_dtype, dim=32).with_rotation(window)
+    expected, rotation = whole.run(backend, window), whole.sink_rotation
+    bound = 2e-6 if dtype == torch.float32 else 4e-2
+    for chunk in (1, 7, 13, 16, 33):
+        kv = whole.copied_kv()
+        for start in range(0, total, chunk):
+            end = min(start + chunk, total)
+            part = slice(start, end)
+            layout = one_sequence(whole.layout.block_table, whole.layout.slot_mapping[part], end)
+            rows = whole.q[part].clone(), whole.k[part].clone(), whole.v[part]
+            plan = backend.plan(layout, as_window(window))
+            turned = None if rotation is None else rotation[part].contiguous()
+            found = backend.run(Attend(*rows, kv, plan, whole.spec, sink_rotation=turned))
+            atol = 0 if backend.caps.name == "cpu" else bound
+            torch.testing.assert_close(found, expected[part], rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -227,13 +233,13 @@ def test_one_plan_serves_layers_of_any_content(backend, make_step):
     for seed in (1, 2):
         layer = make_step(STEPS["mixed"], seed=seed)
         layer = replace(layer, layout=step.layout, kv=_moved(layer, step))
-        kv = LayerKV(layer.kv.k.clone(), layer.kv.v.clone())
+        kv = layer.copied_kv()
         layer.check(backend.run(Attend(layer.q, layer.k, layer.v, kv, metadata, step.spec)))
 
 
 def _moved(step, target):
     """Return the cache of `step` in the blocks of `target`."""
-    moved = LayerKV(step.kv.k.clone(), step.kv.v.clone())
+    moved = step.copied_kv()
     for i, context in enumerate(step.layout.contexts):
         blocks = -(-context // step.layout.block_size)
         source = step.layout.block_table[i, :blocks].long()

@@ -10,7 +10,7 @@ from helpers.attention_backends import KV_FORMATS as FORMATS
 from helpers.attention_backends import NAMES, OPTIONS, PARENTS, one_sequence, tree_words
 from helpers.windows import as_window, chunks, sinks
 
-from kvik.attention.base import Attend, AttentionSpec, LayerKV
+from kvik.attention.base import Attend, AttentionSpec
 
 formats = pytest.mark.parametrize("format", FORMATS)
 windows = pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_moved_path_equals_the_cache_of_single_decodes(backend, make_step, for
 def test_a_move_changes_no_other_place(backend, make_step):
     step = make_step([(20, 12), (7, 1)])
     backend.run(step.attend(backend))
-    kv = LayerKV(step.kv.k.clone(), step.kv.v.clone())
+    kv = step.copied_kv()
     slots = step.layout.slot_mapping
     backend.move(kv, slots[[3, 7]], slots[[1, 2]])
     changed = (kv.k.view(torch.int32) != step.kv.k.view(torch.int32)).sum()

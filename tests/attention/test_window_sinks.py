@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.attention_backends import KV_FORMATS, STEPS, one_sequence
-from helpers.windows import as_window, sinks
+from helpers.attention_backends import STEPS
+from helpers.windows import sinks
 
-from kvik.attention.base import Attend, AttentionSpec, HeadNorms, LayerKV
+from kvik.attention.base import AttentionSpec, HeadNorms
 
 WINDOWS = [
     sinks(*pair) for pair in ((1, 1), (4, 20), (15, 2), (16, 16), (17, 40), (70, 9), (3, 600))
@@ -45,29 +45,3 @@ def test_queries_are_normalised_before_rotation_for_sinks(backend, make_step):
         keys.append(torch.cat((all_keys[:cached], new)))
     expected = replace(plain, q=normal, keys=keys).expected(window)
     torch.testing.assert_close(step.run(backend, window).double(), expected, rtol=1e-4, atol=2e-6)
-
-
-@pytest.mark.parametrize("kv_format", KV_FORMATS)
-@pytest.mark.parametrize("window", [sinks(3, 20), sinks(18, 40)], ids=str)
-def test_chunks_equal_one_prefill_to_the_bit(make_step, backend, window, kv_format):
-    """Also in a batch, where the work is divided otherwise. "reference" and "sdpa" sum in another
-    order."""
-    dtype, kv_dtype = torch.bfloat16, KV_FORMATS[kv_format]
-    total = 70
-    whole = make_step([(0, total)], dtype=dtype, kv_dtype=kv_dtype, dim=32).with_rotation(window)
-    expected = whole.run(backend, window)
-    bound = 0 if backend.caps.name == "cpu" else 4e-2
-    for chunk in (1, 13, 16, 33):
-        kv = LayerKV(
-            *(t if t is None else t.clone() for t in (whole.kv.k, whole.kv.v)),
-            *(t if t is None else t.clone() for t in (whole.kv.k_scales, whole.kv.v_scales)),
-        )
-        for start in range(0, total, chunk):
-            end = min(start + chunk, total)
-            part = slice(start, end)
-            layout = one_sequence(whole.layout.block_table, whole.layout.slot_mapping[part], end)
-            of = whole.q[part].clone(), whole.k[part].clone(), whole.v[part]
-            metadata = backend.plan(layout, as_window(window))
-            rotation = whole.sink_rotation[part].contiguous()
-            found = backend.run(Attend(*of, kv, metadata, whole.spec, sink_rotation=rotation))
-            torch.testing.assert_close(found, expected[part], rtol=0, atol=bound)
