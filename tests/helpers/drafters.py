@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +17,7 @@ from helpers.optional_native import needs_native
 
 from kvik import LLM, SamplingParams
 from kvik.config.draft_heads import HeadsSpec
+from kvik.errors import KvikError
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
 from kvik.worker.drafters.registry import DRAFTERS, DrafterParts
@@ -223,6 +227,38 @@ class DefinedHead(Protocol):
 def defined_drafts(head: DefinedHead, text: tuple[int, ...], count: int) -> list[int]:
     """Return `head.drafts`, which is slow, and the same for many engines."""
     return head.drafts(text, count)
+
+
+def head_options(root: Path, method: str, **more: Any) -> dict[str, Any]:
+    """Return options of an engine that drafts with the head of a folder, which has its model."""
+    drafting = {"method": method, "model": str(root / "head"), "num_speculative_tokens": 3}
+    return {
+        "model": str(root / "model"),
+        "device": "cpu",
+        "threads": 1,
+        "dtype": "float32",
+        "max_model_len": 96,
+        "max_num_seqs": 8,
+        "speculative_config": {**drafting, "adaptive": False},
+        **more,
+    }
+
+
+def check_refused_heads(
+    root: Path, folder: Path, method: str, *changes: Mapping[str, object]
+) -> None:
+    """Check that an engine refuses the head of `root` after each change of its config.json.
+
+    Args:
+        folder: for the changed heads.
+    """
+    stored = json.loads((root / "head" / "config.json").read_text())
+    shutil.copytree(root / "head", folder / "head")
+    drafting = {"method": method, "model": str(folder / "head")}
+    for change in changes:
+        (folder / "head" / "config.json").write_text(json.dumps(stored | change))
+        with pytest.raises(KvikError, match="^spec_model: "):
+            LLM(**head_options(root, method, speculative_config=drafting))
 
 
 PROCESSES = {"threads": 4}  # that several processes share

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.assistants import Assistant, save_assistant
@@ -12,6 +12,8 @@ from helpers.drafters import (
     HEAD_WAYS,
     check_drafts_of_forks,
     check_drafts_of_head,
+    check_refused_heads,
+    head_options,
     head_prompts,
     head_ways,
     note_drafts,
@@ -24,18 +26,7 @@ from kvik.errors import KvikError
 pytestmark = pytest.mark.usefixtures("forked", "loads_always")
 
 
-def options(root: Path, **more: Any) -> dict[str, Any]:
-    drafting = {"method": "assistant", "model": str(root / "head"), "num_speculative_tokens": 3}
-    return {
-        "model": str(root / "model"),
-        "device": "cpu",
-        "threads": 1,
-        "dtype": "float32",
-        "max_model_len": 96,
-        "max_num_seqs": 8,
-        "speculative_config": {**drafting, "adaptive": False},
-        **more,
-    }
+options = partial(head_options, method="assistant")
 
 
 @pytest.fixture(scope="module")
@@ -68,22 +59,17 @@ def test_quantised_and_by_the_name_of_other_engines(saved, quantization):
 
 def test_assistants_that_it_refuses(saved, tmp_path):
     root, _ = saved
-    stored = json.loads((root / "head" / "config.json").read_text())
-    text = stored["text_config"]
-    for change in (
+    text = json.loads((root / "head" / "config.json").read_text())["text_config"]
+    check_refused_heads(
+        root,
+        tmp_path,
+        "assistant",
         {"architectures": ["Gemma4ForCausalLM"]},
         {"backbone_hidden_size": 64},
         {"text_config": {**text, "vocab_size": 97}},
         {"text_config": {**text, "head_dim": 8}},
         {"text_config": {**text, "hidden_size_per_layer_input": 8}},
-    ):
-        head = tmp_path / "head"
-        head.mkdir(exist_ok=True)
-        (head / "config.json").write_text(json.dumps(stored | change))
-        weights = (root / "head" / "model.safetensors").read_bytes()
-        (head / "model.safetensors").write_bytes(weights)
-        with pytest.raises(KvikError, match="^spec_model: "):
-            LLM(**options(root, speculative_config={"method": "assistant", "model": str(head)}))
+    )
     with pytest.raises(KvikError, match="^spec_model: .*must be a Gemma 4"):
         LLM(**options(root, model=str(BUNDLED)))
     with pytest.raises(KvikError, match="^pipeline_parallel_size: .* into 2 at most"):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.drafters import (
     HEAD_WAYS,
     check_drafts_of_forks,
     check_drafts_of_head,
+    check_refused_heads,
+    head_options,
     head_prompts,
     head_ways,
     note_drafts,
@@ -29,18 +31,7 @@ from kvik.models.model_spec import ModelSpec
 pytestmark = pytest.mark.usefixtures("forked", "loads_always")
 
 
-def options(root: Path, **more: Any) -> dict[str, Any]:
-    drafting = {"method": "eagle3", "model": str(root / "head"), "num_speculative_tokens": 3}
-    return {
-        "model": str(root / "model"),
-        "device": "cpu",
-        "threads": 1,
-        "dtype": "float32",
-        "max_model_len": 96,
-        "max_num_seqs": 8,
-        "speculative_config": {**drafting, "adaptive": False},
-        **more,
-    }
+options = partial(head_options, method="eagle3")
 
 
 @pytest.fixture(scope="module", params=["residual", "norm before residual"])
@@ -83,23 +74,17 @@ def test_another_form_of_the_same_files(saved, tmp_path, monkeypatch):
 
 def test_heads_that_it_refuses(saved, tmp_path):
     root, _ = saved
-    stored = json.loads((root / "head" / "config.json").read_text())
-    for change in (
+    check_refused_heads(
+        root,
+        tmp_path,
+        "eagle3",
         {"architectures": ["LlamaForCausalLM"]},
         {"hidden_size": 64},
         {"num_hidden_layers": 2},
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}},
         {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
         {"draft_vocab_size": 71},
-    ):
-        head = tmp_path / "head"
-        head.mkdir(exist_ok=True)
-        (head / "config.json").write_text(json.dumps(stored | change))
-        weights = (root / "head" / "model.safetensors").read_bytes()
-        (head / "model.safetensors").write_bytes(weights)
-        drafting = {"method": "eagle3", "model": str(head)}
-        with pytest.raises(KvikError, match="^spec_model: "):
-            LLM(**options(root, speculative_config=drafting))
+    )
     streams = ModelSpec.from_config(tiny_config("Gemma3n", **GEMMA3N).to_dict())
     with pytest.raises(KvikError, match="several residual streams"):
         eagle3_facts(root / "head", streams)

@@ -30,12 +30,6 @@ def test_the_longest_match_is_found_and_of_those_the_latest(
     assert latest_match(np.array(text, np.int32), shortest, shortest + more) == expected
 
 
-def test_a_match_is_continued_as_before() -> None:
-    text = np.array([5, 1, 2, 3, 4, 9, 1, 2])
-    assert latest_match(text, 1, 4) == 3
-    assert continued(text, 3, 3) == [3, 4, 9]
-
-
 @given(texts, st.data(), st.integers(1, 20))
 def test_beyond_its_end_a_text_continues_with_its_drafts(
     text: list[int], data: st.DataObject, count: int
