@@ -188,48 +188,35 @@ def test_steps_with_drafts_say_the_same(kind, model, monkeypatch) -> None:
     assert eager and not any(eager)
 
 
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero")
-def test_steps_of_the_models_own_head_say_the_same(model) -> None:
-    config = small(architectures=["MiMoForCausalLM"], num_hidden_layers=1)
-    (model / "config.json").write_text(json.dumps(config))
-    options: dict[str, Any] = {"speculative_config": {"method": "mtp", "adaptive": False}}
-    options |= {"spec_tokens": 2, "max_num_batched_tokens": 4 + 2 * ROOM}
-    expected = tokens(model, attention_backend="reference")
-    with captured(DECODING, drafting=[DECODING]) as (again,):
-        assert tokens(model, 2, **options) == expected
-    assert again.replayed >= 6
+HEADED = {
+    "mtp": small(architectures=["MiMoForCausalLM"], num_hidden_layers=1),
+    "eagle3": small(num_hidden_layers=7),
+}
 
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero")
-def test_steps_of_a_head_on_inner_layers_say_the_same(model, tmp_path) -> None:
-    config = small(num_hidden_layers=7)
-    (model / "config.json").write_text(json.dumps(config))
-    head = {**config, "num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"]}
-    (tmp_path / "head").mkdir()
-    (tmp_path / "head" / "config.json").write_text(json.dumps(head))
-    drafting = {"method": "eagle3", "model": str(tmp_path / "head"), "adaptive": False}
-    options: dict[str, Any] = {"speculative_config": drafting, "spec_tokens": 2}
+@pytest.mark.parametrize("method", ["mtp", "eagle3", "assistant"])
+def test_steps_of_heads_say_the_same(method, tmp_path) -> None:
+    """Of the model's own head, of one on inner layers, and of an assistant."""
+    path, head, drafting = tmp_path / "model", tmp_path / "head", {"method": method}
+    options: dict[str, Any] = {"load_format": "safetensors" if method == "assistant" else "random"}
+    if method == "assistant":
+        save_assistant(tmp_path)
+    else:
+        config = HEADED[method]
+        own = {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"]}
+        for folder, facts in ((path, config), (head, {**config, **own})):
+            folder.mkdir()
+            (folder / "config.json").write_text(json.dumps(facts))
+    if method != "mtp":
+        drafting["model"] = str(head)
+    expected = tokens(path, attention_backend="reference", **options)
+    options |= {"speculative_config": {**drafting, "adaptive": False}, "spec_tokens": 2}
     options |= {"max_num_batched_tokens": 4 + 2 * ROOM}
-    expected = tokens(model, attention_backend="reference")
-    with captured(DECODING, drafting=[DECODING]) as (again,):
-        assert tokens(model, 2, **options) == expected
-    assert again.replayed >= 6
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero")
-def test_steps_of_an_assistant_say_the_same(tmp_path) -> None:
-    save_assistant(tmp_path)
-    path, stored = tmp_path / "model", {"load_format": "safetensors"}
-    drafting = {"method": "assistant", "model": str(tmp_path / "head"), "adaptive": False}
-    options: dict[str, Any] = {"speculative_config": drafting, "spec_tokens": 2, **stored}
-    options |= {"max_num_batched_tokens": 4 + 2 * ROOM}
-    expected = tokens(path, attention_backend="reference", **stored)
     with captured(DECODING, drafting=[DECODING]) as (again,):
         assert tokens(path, 2, **options) == expected
-    assert again.replayed >= 2
+    assert again.replayed >= (2 if method == "assistant" else 6)
 
 
 class Called(Again):
