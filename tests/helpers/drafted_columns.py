@@ -18,7 +18,7 @@ from helpers.drafters import (
     install,
     with_probability,
 )
-from helpers.matrix import COLUMNS, Column, checked_tokens, params
+from helpers.matrix import COLUMNS, Column, by_name, checked_tokens, params
 
 from kvik.config.model_source import BUNDLED
 from kvik.worker.drafters.base import Drafter
@@ -51,12 +51,10 @@ DRAFTERS: dict[str, Callable[[list[list[int]]], Make]] = {
     "prompt lookup": lambda texts: None,
 }
 # Columns for all drafters.
-SOME = [
-    column
-    for column in COLUMNS
-    if column.name
-    in ("torch", "reference attention", "prefix hits, chunks", "preemption, chunks", "siblings")
-]
+SOME = by_name(
+    COLUMNS,
+    *("torch", "reference attention", "prefix hits, chunks", "preemption, chunks", "siblings"),
+)
 
 
 def with_room(column: Column) -> Column:

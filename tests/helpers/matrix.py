@@ -149,13 +149,6 @@ COLUMNS = [
     Column("static", {"policy": "static", "batch_size": 3}),
     Column("dynamic", {"policy": "dynamic", "batch_size": 3, "max_wait": 0.01}),
 ]
-LATENT_COLUMNS = [
-    column
-    for column in COLUMNS
-    if column.name
-    in ("two threads", "swap to the disk", "prefix hits, chunks", "preemption, chunks")
-]
-
 PEERS = Column("roles", way="peers", must="fetched")
 MOVED = Column("moved", way="moved", must="fetched", siblings=2)
 REPLICA = Column("replica", rounds=2, way="replicas", tenants=2, must="hits")
@@ -179,6 +172,20 @@ ALL_OF_IT = Column(  # all features of a server at once
     tenants=3,
     pinned=True,
     must="preemptions",
+)
+ALL_COLUMNS = [*COLUMNS, *SERVED, ALL_OF_IT]
+
+
+def by_name(columns: Sequence[Column], *names: str) -> list[Column]:
+    """Return the columns with these names, all of which must exist, in their own order."""
+    found = [column for column in columns if column.name in names]
+    missing = {*names} - {column.name for column in found}
+    assert not missing, missing
+    return found
+
+
+LATENT_COLUMNS = by_name(
+    COLUMNS, "two threads", "swap to the disk", "prefix hits, chunks", "preemption, chunks"
 )
 
 BUNDLED = ""
@@ -520,6 +527,13 @@ BITS = [
     c for c in [*COLUMNS, REPLICA, PEERS, MOVED, ALL_OF_IT] if c.native and "policy" not in c.config
 ]
 
+
+def of_bits(columns: Sequence[Column]) -> list[Column]:
+    """Return the columns that are among `BITS`, if with other options."""
+    names = {column.name for column in BITS}
+    return [column for column in columns if column.name in names]
+
+
 # Columns that are also run without logprobs, for which whole prompts are computed.
 WITHOUT_LOGPROBS = (
     *("batch", "one at a time", "chunks of 5", "prefix hits, chunks", "preemption, chunks"),
@@ -536,10 +550,10 @@ def by_tier(columns: Sequence[Column], fast: Sequence[Column] | None = None) -> 
     Args:
         fast: columns of the fast tier; None: all.
     """
-    contained = {column.name for column in BITS} - {*WITHOUT_LOGPROBS}
+    contained = [c for c in of_bits(columns) if c.name not in WITHOUT_LOGPROBS]
 
     def marks(column: Column) -> tuple[pytest.MarkDecorator, ...]:
-        if column.name in contained:
+        if column in contained:
             return (pytest.mark.nightly,)
         return () if fast is None or column in fast else (pytest.mark.full,)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from helpers.drafted_columns import EAGER, METHODS
 from helpers.matrix import (
-    BITS,
-    COLUMNS,
-    SERVED,
+    ALL_COLUMNS,
     Column,
+    by_name,
     by_tier,
     checked_bits,
     checked_tokens,
+    of_bits,
     tokens_of,
 )
 from helpers.optional_native import needs_native
@@ -21,7 +21,7 @@ NAMES = (
     *("swap, siblings, three steps in flight", "two threads", "moved", "recorded"),
     *("replica", "tenants, preemption"),
 )
-EVERY = [c for c in [*COLUMNS, *SERVED] if c.name in NAMES]
+EVERY = by_name(ALL_COLUMNS, *NAMES)
 DRAFTED = [
     Column(f"drafts by {method}", {"spec_method": method, **EAGER, **more})
     for method, more in METHODS.items()
@@ -78,8 +78,7 @@ def test_tokens_do_not_depend_on_the_adapters_of_others(name, model, expected, c
     assert expected != tokens_of(name.removeprefix("adapted ").removesuffix(" experts"))
 
 
-NAMES_OF_BITS = {LOADED.name, *(c.name for c in BITS)}
-OF_BITS = [pytest.param(c) for c in [*EVERY, LOADED] if c.name in NAMES_OF_BITS]
+OF_BITS = [pytest.param(c) for c in [*of_bits(EVERY), LOADED]]
 
 
 @needs_native

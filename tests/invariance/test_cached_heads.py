@@ -13,19 +13,19 @@ from helpers.assistants import save_assistant
 from helpers.drafted_columns import EAGER, TOKENS, with_room
 from helpers.eagle3 import save_eagle3
 from helpers.matrix import (
+    ALL_COLUMNS,
     ALL_OF_IT,
-    BITS,
     BOTH,
-    COLUMNS,
     MEMORY_TIER,
-    SERVED,
     SQUEEZED,
     STAGES,
     TWO,
     Column,
+    by_name,
     by_tier,
     checked_bits,
     checked_tokens,
+    of_bits,
     reference_outputs,
     reference_tokens,
 )
@@ -42,7 +42,7 @@ NAMES = (
     *("three steps in flight, siblings", "wire, preemption", "recorded", ALL_OF_IT.name),
     *("swap, siblings, three steps in flight", "disk tier", "moved"),
 )
-EVERY = [c for c in [*COLUMNS, *SERVED, ALL_OF_IT] if c.name in NAMES]
+EVERY = by_name(ALL_COLUMNS, *NAMES)
 DIVIDED = [
     Column("tp2, hits, chunks", {**TWO, "max_num_batched_tokens": 16}, rounds=2, must="hits"),
     Column("tp2, preemption, siblings", {**TWO, **SQUEEZED}, siblings=2, must="preemptions"),
@@ -116,8 +116,7 @@ def check(outputs: list[RequestOutput]) -> None:
 ON_ALL = by_tier(EVERY, [c for c in EVERY if c.name in FAST])
 IN_BITS = [
     pytest.param(c, marks=() if c.name in FAST else pytest.mark.full)
-    for c in [*EVERY, *DIVIDED]
-    if c in DIVIDED or c.name in {c.name for c in BITS}
+    for c in [*of_bits(EVERY), *DIVIDED]
 ]
 
 

@@ -14,24 +14,24 @@ import torch
 from helpers.drafted_columns import DRAFTERS, EAGER, METHODS, SPECULATION, check_drafts, with_room
 from helpers.drafters import install
 from helpers.matrix import (
+    ALL_COLUMNS,
     ALL_OF_IT,
-    BITS,
     BOTH,
-    COLUMNS,
     CONTEXT,
     FORMATS,
-    SERVED,
     SQUEEZED,
     STAGES,
     TIGHT,
     TWO,
     Column,
+    by_name,
     by_tier,
     checked_beside,
     checked_bits,
     checked_tokens,
     make_model,
     named,
+    of_bits,
     params,
     prompts,
     reference_outputs,
@@ -72,8 +72,8 @@ def without_hits(column: Column) -> Column:
     return replace(column, must="") if column.config.get("block_size") == 64 else column
 
 
-ALL = [without_hits(c) for c in [*COLUMNS, *SERVED, ALL_OF_IT] if c.name in NAMES]
-SOME = [c for c in ALL if c.name in ("prefix hits, chunks", "preemption, chunks", "siblings")]
+ALL = [without_hits(c) for c in by_name(ALL_COLUMNS, *NAMES)]
+SOME = by_name(ALL, "prefix hits, chunks", "preemption, chunks", "siblings")
 # `with_room` takes two blocks of each group away, which the longest request needs here.
 DRAFTED = [
     replace(c, config={**c.config, "num_blocks": c.config["num_blocks"] + 2})
@@ -133,8 +133,7 @@ def test_tokens_do_not_depend_on_how_they_are_made(model, expected, column):
     checked_tokens(column, model, expected)
 
 
-BIT_COLUMNS = [c for c in ALL if c.name in {b.name for b in BITS}]
-CASES = [(c, "bfloat16") for c in BIT_COLUMNS]
+CASES = [(c, "bfloat16") for c in of_bits(ALL)]
 CASES += [(c, name) for c in SOME for name in ("KV in int8", "KV in int4")]
 STAGED = [
     Column("pp2", STAGES),
@@ -187,10 +186,10 @@ def test_tokens_do_not_depend_on_groups_with_torchs_kernels(model, expected, cut
 # of the first are capped; heads of the third have learned sinks.
 OTHERS = ("capped", "chunked", "gpt-oss", "narrow", "states", "spaces", "beside")
 OF_OTHERS = [
-    *(c for c in ALL if c.name in ("torch", "prefix hits, chunks", "siblings, preemption")),
-    *(c for c in ALL if c.name in ("memory tier, chunks, two steps in flight", "moved")),
-    *(c for c in ALL if c.name in ("three steps in flight, siblings", ALL_OF_IT.name)),
-    *(c for c in (*STAGED, *DIVIDED) if c.name in ("pp2, hits, chunks", "tp2, hits, chunks")),
+    *by_name(ALL, "torch", "prefix hits, chunks", "siblings, preemption"),
+    *by_name(ALL, "memory tier, chunks, two steps in flight", "moved"),
+    *by_name(ALL, "three steps in flight, siblings", ALL_OF_IT.name),
+    *by_name([*STAGED, *DIVIDED], "pp2, hits, chunks", "tp2, hits, chunks"),
 ]
 
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import pytest
 from helpers.matrix import (
-    ALL_OF_IT,
+    ALL_COLUMNS,
     BITS,
-    COLUMNS,
     FORMATS,
     LATENT_COLUMNS,
     MODELS,
-    SERVED,
+    by_name,
     by_tier,
     checked_bits,
     checked_tokens,
@@ -27,7 +26,7 @@ from helpers.matrix import (
 from helpers.optional_native import needs_native
 
 
-@pytest.mark.parametrize("column", by_tier([*COLUMNS, *SERVED, ALL_OF_IT]), ids=named)
+@pytest.mark.parametrize("column", by_tier(ALL_COLUMNS), ids=named)
 def test_tokens_do_not_depend_on_how_they_are_made(model, expected, column):
     checked_tokens(column, model, expected)
 
@@ -45,7 +44,7 @@ def test_native_logprobs_are_the_same_to_the_bit(model, format, one_at_a_time, c
 
 
 # Products of matrices depend on nothing but the number of rows, and on threads.
-ROWS = [c for c in BITS if c.name in ("batch", "chunks of 5", "chunks of 33", "two threads")]
+ROWS = by_name(BITS, "batch", "chunks of 5", "chunks of 33", "two threads")
 
 
 @needs_native

@@ -21,6 +21,7 @@ from helpers.matrix import (
     BITS,
     COLUMNS,
     MODELS,
+    by_name,
     checked_bits,
     checked_tokens,
     named,
@@ -33,7 +34,7 @@ from kvik.config.model_source import BUNDLED
 from kvik.model_files import model_files
 
 # Of a draft model, in the full tier.
-FURTHER = ("batch", "chunks of 5", "blocks of 1", "blocks of 64", "two threads")
+FURTHER = by_name(COLUMNS, "batch", "chunks of 5", "blocks of 1", "blocks of 64", "two threads")
 EVERYWHERE = ("right now and then", "tree")  # drafters that run in every column
 TWO_MODELS = pytest.mark.parametrize("name", MODELS[:2])
 
@@ -66,9 +67,7 @@ def test_tokens_do_not_depend_on_the_drafter(model, expected, texts, column, dra
 
 
 @TWO_MODELS
-@pytest.mark.parametrize(
-    "column", [c for c in COLUMNS if c in SOME or c.name == "batch"], ids=named
-)
+@pytest.mark.parametrize("column", [*by_name(COLUMNS, "batch"), *SOME], ids=named)
 def test_tokens_do_not_depend_on_forced_drafts(model, expected, column):
     """Only structured requests get forced drafts."""
     outputs = checked_tokens(with_room(column), model, expected, spec_method="forced")
@@ -94,7 +93,7 @@ def draft(model, tmp_path) -> str:
 @pytest.mark.parametrize("name", MODELS[:3])  # the cache of the last has no further kind of layer
 @pytest.mark.parametrize(
     "column",
-    [*SOME, *(pytest.param(c, marks=pytest.mark.full) for c in COLUMNS if c.name in FURTHER)],
+    [*SOME, *(pytest.param(c, marks=pytest.mark.full) for c in FURTHER)],
     ids=named,
 )
 def test_tokens_do_not_depend_on_a_draft_model(model, expected, draft, column):
@@ -110,7 +109,7 @@ def test_tokens_do_not_depend_on_a_draft_model(model, expected, draft, column):
 @pytest.mark.parametrize("drafter", EVERYWHERE)
 @pytest.mark.parametrize(
     "column",
-    [c for c in BITS if c.name in ("batch", "chunks of 16", "prefix hits", "preemption, chunks")],
+    by_name(BITS, "batch", "chunks of 16", "prefix hits", "preemption, chunks"),
     ids=named,
 )
 def test_native_logprobs_have_the_same_bits_with_drafts(
@@ -135,6 +134,6 @@ def test_drafts_have_keys_and_distances_of_their_own(
     texts = [[*out.prompt_token_ids, *out.outputs[0].token_ids] for out in one_at_a_time]
     install(monkeypatch, DRAFTERS[drafter](texts))
     options = TREES if drafter == "tree" else SPECULATION
-    column = next(column for column in BITS if column.name == "preemption, chunks")
+    (column,) = by_name(BITS, "preemption, chunks")
     found = checked_bits(with_room(column), model, format, one_at_a_time, **options)
     assert sum(output.num_accepted_tokens for output in found) > 0

@@ -17,16 +17,16 @@ from helpers.drafted_columns import (
 )
 from helpers.drafters import ScriptedTree, install
 from helpers.matrix import (
+    ALL_COLUMNS,
     ALL_OF_IT,
-    BITS,
-    COLUMNS,
-    SERVED,
     STATES,
+    by_name,
     by_tier,
     checked_bits,
     checked_tokens,
     make_model,
     named,
+    of_bits,
     params,
     prompts,
     reference_outputs,
@@ -48,8 +48,8 @@ NAMES = (
     *("memory tier, chunks, two steps in flight", "memory and disk tiers, chunks, siblings"),
     *("swap", "swap to the disk", "roles", "moved"),
 )
-EVERY = [c for c in [*COLUMNS, *SERVED, ALL_OF_IT] if c.name in NAMES]
-PLAIN = next(column for column in EVERY if column.name == "prefix hits, chunks")
+EVERY = by_name(ALL_COLUMNS, *NAMES)
+(PLAIN,) = by_name(EVERY, "prefix hits, chunks")
 
 
 # Layers without a state, which only the second has, are in other matrices.
@@ -90,9 +90,7 @@ def test_tokens_do_not_depend_on_how_they_are_made(model, expected, column):
 
 @needs_native
 @TWO_MODELS
-@pytest.mark.parametrize(
-    "column", [c for c in EVERY if c.name in {c.name for c in BITS}], ids=named
-)
+@pytest.mark.parametrize("column", of_bits(EVERY), ids=named)
 def test_native_logprobs_are_the_same_to_the_bit(model, one_at_a_time, column, caplog):
     checked_bits(column, model, "bfloat16", one_at_a_time)
     assert not caplog.records  # every step was replayed
@@ -121,7 +119,7 @@ def test_tokens_do_not_depend_on_the_drafter(model, expected, texts, drafter, mo
 
 @pytest.mark.parametrize(
     "column",
-    [c for c in EVERY if c.name in ("prefix hits, chunks", "preemption, chunks", "siblings")],
+    by_name(EVERY, "prefix hits, chunks", "preemption, chunks", "siblings"),
     ids=named,
 )
 def test_a_draft_model_with_states_guesses_what_it_would_say(model, expected, column):
@@ -138,7 +136,7 @@ def test_a_draft_model_with_states_guesses_what_it_would_say(model, expected, co
 def test_trees_of_heads_have_no_branches(model, expected, kind, tmp_path):
     save_heads(tmp_path, kind, hidden=32)
     options = {**EAGER, "spec_method": kind, "spec_model": str(tmp_path), "spec_tokens": 16}
-    column = next(column for column in EVERY if column.name == "no prefix cache")
+    (column,) = by_name(EVERY, "no prefix cache")
     outputs = checked_tokens(column, model, expected, **options)
     completions = [completion for output in outputs for completion in output.outputs]
     drafts = [c.speculation.drafts for c in completions if c.speculation is not None]
@@ -174,9 +172,7 @@ def test_a_second_turn_continues_from_a_state_with_drafts(model, expected, texts
 
 @needs_native
 @TWO_MODELS
-@pytest.mark.parametrize(
-    "column", [c for c in EVERY if c.name in {c.name for c in BITS}], ids=named
-)
+@pytest.mark.parametrize("column", of_bits(EVERY), ids=named)
 def test_native_logprobs_have_the_same_bits_with_drafts(
     model, one_at_a_time, column, caplog, monkeypatch
 ):

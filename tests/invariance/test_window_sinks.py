@@ -11,20 +11,20 @@ from functools import cache
 import pytest
 from helpers.drafted_columns import EAGER, METHODS
 from helpers.matrix import (
+    ALL_COLUMNS,
     ALL_OF_IT,
-    BITS,
-    COLUMNS,
     FORMATS,
-    SERVED,
     STAGES,
     TWO,
     Column,
+    by_name,
     by_tier,
     checked_beside,
     checked_bits,
     checked_tokens,
     make_model,
     named,
+    of_bits,
     reference_outputs,
     reference_tokens,
 )
@@ -51,8 +51,8 @@ def fewer_blocks(column: Column) -> Column:
     return replace(column, config=config)
 
 
-EVERY = [fewer_blocks(c) for c in [*COLUMNS, *SERVED, ALL_OF_IT] if c.name in NAMES]
-SOME = [c for c in EVERY if c.name in ("prefix hits, chunks", "preemption, chunks", "siblings")]
+EVERY = [fewer_blocks(c) for c in by_name(ALL_COLUMNS, *NAMES)]
+SOME = by_name(EVERY, "prefix hits, chunks", "preemption, chunks", "siblings")
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +80,7 @@ def test_distances_of_alibi_are_the_same(column, tmp_path, caplog):
     assert not caplog.records
 
 
-BIT_COLUMNS = [c for c in EVERY if c.name in {b.name for b in BITS}]
-CASES = [(c, "bfloat16") for c in BIT_COLUMNS]
+CASES = [(c, "bfloat16") for c in of_bits(EVERY)]
 CASES += [(c, name) for c in SOME for name in ("KV in int8", "KV in int4", "KV in fp8")]
 
 
@@ -106,9 +105,11 @@ def test_native_logprobs_have_the_same_bits_with_drafts(column, method, caplog):
 
 # Beside layers with that window they have others, with windows of their own or with states.
 OTHERS = ("windowed", "capped", "gpt-oss", "narrow", "states", "spaces", "beside")
-OF_OTHERS = [c for c in EVERY if c.name in ("torch", "prefix hits, chunks", "disk tier")]
-OF_OTHERS += [c for c in EVERY if c.name in ("siblings, preemption", ALL_OF_IT.name)]
-OF_OTHERS += [Column("tp2", TWO), Column("pp2", STAGES)]
+OF_OTHERS = [
+    *by_name(EVERY, "torch", "prefix hits, chunks", "disk tier"),
+    *by_name(EVERY, "siblings, preemption", ALL_OF_IT.name),
+    *(Column("tp2", TWO), Column("pp2", STAGES)),
+]
 LEFT_OUT = ("windowed", "pp2")  # it reads vectors of tokens in every layer
 
 
@@ -158,7 +159,7 @@ def roomy(column: Column) -> Column:
     ids=["tp2", "pp2"],
 )
 def test_native_logprobs_have_the_same_bits_in_several_processes(processes, caplog):
-    (column,) = (c for c in EVERY if c.name == "preemption, chunks")
+    (column,) = by_name(EVERY, "preemption, chunks")
     format = "KV in int8"
     checked_bits(column, MODEL, format, alone(format), **processes)
     assert not caplog.records
