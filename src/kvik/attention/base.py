@@ -356,8 +356,8 @@ class AttentionBackend:
         return attend.narrowed(out)
 
     def run_chosen(self, attend: AttendLatent, choice: Choice) -> Tensor:
-        """Do the same over some keys: they are copied to a cache of their own, in which each token
-        has a sequence, so that kernels need not know of the choice."""
+        """Do the same as `run_latent` over the chosen keys: they are copied to a cache of their
+        own, in which each token has a sequence, so that kernels need not know of the choice."""
         layout = attend.metadata.layout
         q_rope, k_rope = attend.turned(self._ops)
         self.store_latents(attend.latent, k_rope, attend.kv, layout.slot_mapping)

@@ -1,4 +1,4 @@
-"""Choice of the tokens that a layer with a budget keeps (`spec.kv.Budget`).
+"""Choice of the tokens that a layer with a budget keeps (`spec.visible_keys.Budget`).
 
 The last queries choose among the keys that a layer has of a request: their attention weights are
 summed over queries and heads, and averaged over neighbours, so that runs of tokens are kept rather

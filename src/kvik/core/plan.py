@@ -98,7 +98,7 @@ class Moved:
 
 @frozen
 class BudgetCut:
-    """A move of the tokens that the layers of a group keep (`spec.kv.Budget`) to other blocks, once
+    """A move of the tokens that the layers of a group keep (`Budget`) to other blocks, once
     a request has computed more than that."""
 
     slot: int

@@ -492,11 +492,9 @@ def _gptq(fields: Fields, layers: _Layers) -> list[StoredRule]:
     if fields.boolean("is_marlin_format", False):
         raise fields.error("is_marlin_format", "must be false: convert the weights to gptq")
     rules = []
-    for pattern, changes in (fields.mapping("dynamic") or {}).items():
-        if not isinstance(changes, Mapping):
-            raise fields.error("dynamic", f"must hold objects, not {shown(changes)}")
+    for pattern, changed in _changed(fields, "dynamic"):
         excluded = pattern.startswith("-:")
-        scheme = None if excluded else _gptq_scheme(fields.changed(changes))
+        scheme = None if excluded else _gptq_scheme(changed)
         expression = pattern.removeprefix("-:" if excluded else "+:")
         rules.append(StoredRule(scheme, layers.matching(fields, "dynamic", (expression,))))
     if not fields.boolean("lm_head", False):
@@ -508,17 +506,29 @@ def _gptq(fields: Fields, layers: _Layers) -> list[StoredRule]:
 def _gptq_scheme(fields: Fields) -> StoredScheme:
     key = "checkpoint_format" if "checkpoint_format" in fields else "format"
     written = fields.choice(key, ("gptq", "gptq_v2"), "gptq")
-    bits = fields.integer("bits", GPTQ_BITS[0], GPTQ_BITS[-1])
-    if bits not in GPTQ_BITS:
-        raise fields.error("bits", f"must be one of {GPTQ_BITS}, not {bits}")
     return StoredScheme(
         "gptq",
-        bits,
+        _gptq_bits(fields, "bits"),
         _group(fields, "group_size", 128),
         symmetric=fields.boolean("sym", True),
         ordered=fields.boolean("desc_act", False),
         zeros_less_one=written == "gptq",
     )
+
+
+def _gptq_bits(fields: Fields, key: str) -> int:
+    bits = fields.integer(key, GPTQ_BITS[0], GPTQ_BITS[-1])
+    if bits not in GPTQ_BITS:
+        raise fields.error(key, f"must be one of {GPTQ_BITS}, not {bits}")
+    return bits
+
+
+def _changed(fields: Fields, key: str) -> Iterator[tuple[str, Fields]]:
+    """Yield the names in an object of exceptions, each with the fields that are valid for it."""
+    for name, changes in (fields.mapping(key) or {}).items():
+        if not isinstance(changes, Mapping):
+            raise fields.error(key, f"must hold objects, not {shown(changes)}")
+        yield name, fields.changed(changes)
 
 
 # AutoRound's name of a layout -> whether zero points are stored minus 1; None: AutoAWQ's.
@@ -540,11 +550,8 @@ def _auto_round(fields: Fields, layers: _Layers) -> list[StoredRule]:
         if fields.mapping(key):
             raise fields.error(key, "must be left out: weights cannot be rotated")
     skipped = fields.strings("modules_to_not_convert")
-    schemes = {}
-    for name, changes in (fields.mapping("extra_config") or {}).items():
-        if not isinstance(changes, Mapping):
-            raise fields.error("extra_config", f"must hold objects, not {shown(changes)}")
-        schemes[name] = _auto_round_scheme(fields.changed(changes))
+    exceptions = _changed(fields, "extra_config")
+    schemes = {name: _auto_round_scheme(changed) for name, changed in exceptions}
     rules = [StoredRule(None, _searched(fields, "modules_to_not_convert", layers, skipped))]
     for scheme in dict.fromkeys(schemes.values()):  # one rule for all: there may be many experts
         names = frozenset(name for name in schemes if schemes[name] == scheme)
@@ -560,8 +567,7 @@ def _auto_round(fields: Fields, layers: _Layers) -> list[StoredRule]:
 
 
 def _auto_round_scheme(fields: Fields) -> StoredScheme | None:
-    bits = fields.integer("bits", GPTQ_BITS[0], 32)
-    if bits >= FLOAT_BITS:
+    if fields.integer("bits", GPTQ_BITS[0], 32) >= FLOAT_BITS:
         return None
     fields.choice("data_type", ("int",), "int")
     fields.integer("act_bits", FLOAT_BITS, 32, FLOAT_BITS)
@@ -569,9 +575,7 @@ def _auto_round_scheme(fields: Fields) -> StoredScheme | None:
     group = _group(fields, "group_size", 128)
     if less_one is None:
         return StoredScheme("awq", fields.integer("bits", 4, 4), group, symmetric=False)
-    if bits not in GPTQ_BITS:
-        raise fields.error("bits", f"must be one of {GPTQ_BITS}, not {bits}")
-    symmetric = fields.boolean("sym", True)
+    bits, symmetric = _gptq_bits(fields, "bits"), fields.boolean("sym", True)
     return StoredScheme("gptq", bits, group, symmetric=symmetric, zeros_less_one=less_one)
 
 

@@ -30,9 +30,7 @@ ORDER_BYTES = 4
 # GPU_COUNTED_ROWS share a counter of splits.
 GPU_TILE, GPU_COUNTED_ROWS = 128, 32
 
-_NAME = re.compile(
-    r"(w8a8|int8|int4|int4min|fp8|mxfp4|nvfp4|iq4|nf4|bnb_fp4) group ([0-9]{1,9})( [a-z]+)?"
-)
+_NAME = re.compile(rf"(w8a8|int4min|{'|'.join(BITS)}) group ([0-9]{{1,9}})( [a-z]+)?")
 _ROUNDED: dict[Rounding, str] = {
     "float": "",
     "token": " token",
@@ -75,19 +73,17 @@ class WeightKind:
     def name(self) -> str:
         """The name in the manifest of an engine folder: "int4 group 128 zeros ordered"."""
         ordered = " ordered" if self.ordered else ""
-        match self.codes:
-            case "int8":
-                codes, rest = "int8" if self.activations == "float" else "w8a8", ""
-            case "int4" if self.offsets == "minima":
-                codes, rest = "int4min", ""
-            case "int4":
-                codes, rest = "int4", " zeros" if self.offsets else ""
-            case "fp8":
-                codes, rest = "fp8", _ROUNDED[self.activations]
-            case "mxfp4" | "nvfp4" | "iq4" | "nf4" | "bnb_fp4":
-                codes, rest = self.codes, ""
-            case _:
-                return f"{self.codes}{ordered}"
+        if self.floats:
+            return f"{self.codes}{ordered}"
+        codes, rest = self.codes, ""
+        if codes == "int8" and self.activations != "float":
+            codes = "w8a8"
+        elif codes == "int4" and self.offsets == "minima":
+            codes = "int4min"
+        elif codes == "int4" and self.offsets:
+            rest = " zeros"
+        elif codes == "fp8":
+            rest = _ROUNDED[self.activations]
         return f"{codes} group {self.group}{rest}{ordered}"
 
     @staticmethod
