@@ -6,14 +6,8 @@ import pytest
 from kvik.worker.draft_estimates import START, Acceptance
 
 CHAIN = range(-1, 3)
-TREE = (
-    -1,
-    0,
-    0,
-    1,
-    1,
-    2,
-)  # two drafts for the next token, two after the first, one after the other
+# Two drafts for the next token, two after the first, one after the other.
+TREE = (-1, 0, 0, 1, 1, 2)
 
 
 def paths(acceptance_of: list[list[int]], drafts: int) -> np.ndarray:

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.optional_native import NATIVE
+from helpers.optional_native import needs_native
 
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.errors import ModelError
 from kvik.launch import resolve_config, start
 from kvik.worker.ahead import LoadAhead
-
-needs_native = pytest.mark.skipif(not NATIVE, reason="needs the native kernels")
 
 
 def resolved(**options: object) -> ResolvedConfig:

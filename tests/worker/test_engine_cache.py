@@ -49,6 +49,13 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return taken
 
 
+def refuse_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loads(*arguments: object) -> None:
+        raise AssertionError("the weights were loaded again")
+
+    monkeypatch.setattr(FreshStorage, "matrix", loads)
+
+
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_the_second_start_maps_what_the_first_one_kept(
     model: Path, tmp_path: Path, quantization: str, monkeypatch: pytest.MonkeyPatch
@@ -59,10 +66,7 @@ def test_the_second_start_maps_what_the_first_one_kept(
     (entry,) = cache.iterdir()
     verify(entry)
 
-    def loads(*arguments: object) -> None:
-        raise AssertionError("the weights were loaded again")
-
-    monkeypatch.setattr(FreshStorage, "matrix", loads)
+    refuse_loads(monkeypatch)
     assert tokens(model, cache, quantization=quantization) == expected
     assert list(cache.iterdir()) == [entry]
 
@@ -100,25 +104,10 @@ def test_a_group_maps_what_its_first_process_has_written(
     assert "made again" in warning
     verify(entry)
 
-    def loads(*arguments: object) -> None:
-        raise AssertionError("the weights were loaded again")
-
-    monkeypatch.setattr(FreshStorage, "matrix", loads)
+    refuse_loads(monkeypatch)
     assert tokens(model, cache, **group) == expected
     assert tokens(model, cache) == expected
     assert not warnings() and list(cache.iterdir()) == [entry]
-
-
-@needs_native
-@pytest.mark.full
-def test_a_group_loads_its_shares_where_nothing_can_be_written(
-    model: Path, tmp_path: Path, warnings: Callable[[], list[str]]
-) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    assert tokens(model, file, **GROUP) == tokens(model, None)
-    (warning,) = warnings()
-    assert "cannot be written" in warning
 
 
 def test_other_options_and_other_files_have_entries_of_their_own(
@@ -199,12 +188,19 @@ def test_an_entry_that_cannot_be_used_is_made_again(
     assert not warnings()
 
 
+@pytest.mark.parametrize(
+    "group",
+    [
+        pytest.param({}, id="one process"),
+        pytest.param(GROUP, id="shares", marks=[needs_native, pytest.mark.full]),
+    ],
+)
 def test_a_folder_that_cannot_be_written_only_warns(
-    model: Path, tmp_path: Path, warnings: Callable[[], list[str]]
+    group: dict[str, object], model: Path, tmp_path: Path, warnings: Callable[[], list[str]]
 ) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    assert tokens(model, file) == tokens(model, None)
+    assert tokens(model, file, **group) == tokens(model, None)
     (warning,) = warnings()
     assert str(file) in warning and "cannot be written" in warning
 

@@ -1,4 +1,5 @@
-"""The tokens at the nodes of a tree that is grown level by level."""
+"""The tokens at the nodes of a tree: of Medusa, whose heads fill it at once, and of EAGLE, which
+grows it level by level."""
 
 from __future__ import annotations
 
@@ -11,9 +12,38 @@ from torch import Tensor
 from kvik.worker.captures import GraphMemory
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import DraftRows
-from kvik.worker.drafters.heads import EagleDrafter
+from kvik.worker.drafters.heads import EagleDrafter, MedusaDrafter
 from kvik.worker.graphs import CapturedRows, RowFunction, RowGraph
 from kvik.worker.request_table import RequestTable
+
+CPU = torch.device("cpu")
+
+
+def rows_of(hidden: Tensor, *limits: int) -> DraftRows:
+    return DraftRows(np.arange(len(limits)), np.array(limits), lambda: hidden)
+
+
+# Children of the root have ranks 0, 1 and 2; the second level is below the first two.
+FILLED = DraftTree((-1, 0, 0, 1, 2, 0, 1), (0, 0, 1, 0, 0, 2, 1))
+
+
+def medusa_heads(hidden: Tensor) -> Tensor:
+    """Head k ranks token 10 k + h first, then the tokens after it; h: the first number of a row."""
+    likeliest = hidden[:, :1].long() + torch.tensor([0, 10])  # [rows, heads]
+    logits = -(torch.arange(30) - likeliest[:, :, None]).abs().float()
+    logits[:, :, :1] = -100
+    return logits + 0.1 * (torch.arange(30) > likeliest[:, :, None])  # of neighbours, the later one
+
+
+def test_each_node_has_the_candidate_of_its_depth_and_rank():
+    drafter = MedusaDrafter(medusa_heads, FILLED, CPU)
+    found = drafter.propose(rows_of(torch.tensor([[3.0, 0.0], [7.0, 0.0]]), 6, 6))
+    assert found.tree is FILLED and found.probs is None
+    # rank 0: h, rank 1: h + 1, rank 2: h - 1
+    assert found.by_row() == [[3, 4, 13, 13, 2, 14], [7, 8, 17, 17, 6, 18]]
+    found = drafter.propose(rows_of(torch.tensor([[3.0], [7.0]]), 2, 4))
+    assert found.by_row() == [[3, 4], [7, 8, 17, 17]]
+
 
 VOCAB = 50
 CHAIN = DraftTree((-1, 0, 1, 2, 3), (0,) * 5)
@@ -62,9 +92,8 @@ def test_positions_end_at_the_longest_text():
 
     table = RequestTable(1, 8, 1, 4)
     table.num_tokens[0] = 7
-    drafter = EagleDrafter(Noting(), Noting(), table, CHAIN, torch.device("cpu"))
-    hidden = torch.zeros(1, 1, dtype=torch.float64)
-    rows = DraftRows(np.zeros(1, np.int64), np.array([1]), lambda: hidden)
+    drafter = EagleDrafter(Noting(), Noting(), table, CHAIN, CPU)
+    rows = rows_of(torch.zeros(1, 1, dtype=torch.float64), 1)
     assert len(drafter.propose(rows).token_ids) == 1
     assert places == [6, 7, 7, 7]
 
@@ -83,7 +112,7 @@ def test_each_node_follows_its_path(tree, rows):
     for slot, tokens in ((0, [5, 9, 11]), (2, [8, 2, 3, 44, 17])):
         table.token_ids[slot, : len(tokens)] = tokens
         table.num_tokens[slot] = len(tokens)
-    drafter = EagleDrafter(Counting(), Counting(), table, tree, torch.device("cpu"), rows)
+    drafter = EagleDrafter(Counting(), Counting(), table, tree, CPU, rows)
     hidden = torch.tensor([[4.0], [21.0]], dtype=torch.float64)
     limits = np.array([tree.drafts, 3])
     some = DraftRows(np.array([2, 0]), limits, lambda: hidden)
