@@ -23,7 +23,7 @@ class TierSizes:
 
     # Of one block of each KV group, header included; then of a page of states, if layers keep any.
     page_bytes: tuple[int, ...]
-    memory: int = 0  # pages in the memory tier; 0: there is none
+    memory: int  # pages in the memory tier; 0: there is none
     disk: int = 0  # bytes of the disk tier; 0: there is none
     peers: bool = False  # pages can be loaded from other engines
     lends: bool = False  # other engines can load pages of the memory tier

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvik.core.block_pool import (
     NULL_BLOCK,
@@ -39,7 +39,7 @@ class PrefixMatch:
     """A prefix that need not be computed: its length, and its blocks per group."""
 
     num_tokens: int
-    block_ids: list[list[int]] = field(default_factory=list)
+    block_ids: list[list[int]]
     # Tokens whose blocks are cached; more than `num_tokens` if there is no checkpoint of states at
     # that place.
     num_shared: int = 0

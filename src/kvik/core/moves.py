@@ -103,13 +103,13 @@ class ReachablePrefix:
     missing: list[tuple[PageKey, str]]
     cached: list[int]  # blocks of the other pages
     # Hash of the prefix whose state is only in a tier; None: no state is missing.
-    state: bytes | None = None
+    state: bytes | None
 
 
 class Moves:
     """The moves of one scheduler."""
 
-    def __init__(self, kv: KVCacheManager, first_row: int = 0) -> None:
+    def __init__(self, kv: KVCacheManager, first_row: int) -> None:
         """
         Args:
             first_row: of checkpoints in the pool of states.

@@ -169,8 +169,8 @@ class EngineLink:
         config: ResolvedConfig,
         source: EngineSource,
         owner: LinkOwner,
-        number: int = 0,
-        name: str = "",
+        number: int,
+        name: str,
     ) -> None:
         self.source = source
         self.number = number  # of the engine among several

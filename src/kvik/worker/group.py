@@ -60,14 +60,14 @@ class CaptureStep:
     """Capture steps of a size in a group of torch.distributed; see `DecodeGraphs.capture`."""
 
     number: int
-    drafts: bool = False  # as in `RunStep`
+    drafts: bool  # as in `RunStep`
 
 
 @dataclass(frozen=True, slots=True)
 class WarmUpStep:
     """Make the next call of the warm-up in such a group."""
 
-    drafts: bool = False  # as in `RunStep`
+    drafts: bool  # as in `RunStep`
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class ReadLogits:
     """Compute the logits of the first rows of the shared memory."""
 
     rows: int
-    drafts: bool = False  # by the network that drafts
+    drafts: bool  # by the network that drafts
 
 
 @dataclass(frozen=True, slots=True)

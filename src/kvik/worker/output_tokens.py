@@ -162,7 +162,7 @@ class OutputTokens(Participant[LaunchedTokens]):
         sampling: SamplingTable,
         device: torch.device,
         copies: Copies,
-        speculator: Speculator | None = None,
+        speculator: Speculator | None,
     ) -> None:
         """
         Args:

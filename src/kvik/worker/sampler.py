@@ -144,13 +144,13 @@ class Sampled:
     """The result of rows that were sampled together, on the device."""
 
     token_ids: Tensor  # [rows] int64; meaningless in bad rows, but a valid id
-    bad_rows: dict[int, str] = field(default_factory=dict)  # rows that are known to be bad
+    bad_rows: dict[int, str]  # rows that are known to be bad
     # ([rows] largest logits, reason) pairs; a row fails with that reason if its logit is not
     # finite.
-    unchecked: tuple[tuple[Tensor, str], ...] = ()
-    scores: Scores | None = None  # of the rows in `logprobs`
+    unchecked: tuple[tuple[Tensor, str], ...]
+    scores: Scores | None  # of the rows in `logprobs`
     # Row -> how many of the most likely tokens to report.
-    logprobs: dict[int, int] = field(default_factory=dict)
+    logprobs: dict[int, int]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
