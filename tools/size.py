@@ -17,7 +17,7 @@ BUDGETS = {
     "attention": 2220,
     "cli": 5230,
     "config": 5420,
-    "core": 6810,
+    "core": 6800,
     "engine": 5400,
     "evaluate": 790,
     "gguf": 2670,
@@ -32,7 +32,7 @@ BUDGETS = {
     "spec": 5200,
     "text": 4230,
     "training": 690,
-    "worker": 13150,
+    "worker": 13080,
     "": 4890,
 }
 
