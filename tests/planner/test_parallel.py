@@ -14,7 +14,6 @@ from kvik.planner.parallel import (
     check_parallel,
     collectives,
     own_rows,
-    share,
     shares,
     stage_runs,
     stages,
@@ -30,13 +29,19 @@ def size(part: ModelShape, role: str) -> tuple[int, int, int]:
     return matrix.count, matrix.inputs, matrix.outputs
 
 
+def fullest(model: ModelShape, tp: int, pp: int = 1, weights: str = "") -> ModelShape:
+    """Return the part on the fullest of `tp` times `pp` devices."""
+    stored = weights or model.stored
+    return max(shares(model, tp, pp, stored), key=lambda part: part.weight_bytes(stored))
+
+
 def test_a_single_device_has_the_whole_model() -> None:
     whole = shape("llama-3-70b")
-    assert share(whole, 1, 1) is whole
+    assert fullest(whole, 1) is whole
 
 
 def test_llama_3_70b_on_eight() -> None:
-    part = share(shape("llama-3-70b"), 8, 1)
+    part = fullest(shape("llama-3-70b"), 8)
     assert size(part, "qkv") == (80, 8192, 8 * 128 + 2 * 128)  # eight query heads, one KV head
     assert size(part, "o") == (80, 8 * 128, 8192)
     assert size(part, "gate_up") == (80, 8192, 2 * 28672 // 8)
@@ -51,7 +56,7 @@ def test_llama_3_70b_on_eight() -> None:
 
 
 def test_kv_heads_are_copied_where_there_are_too_few() -> None:
-    part = share(shape("llama-3-70b"), 16, 1)
+    part = fullest(shape("llama-3-70b"), 16)
     assert size(part, "qkv") == (80, 8192, 4 * 128 + 2 * 128)
     assert part.kv_bytes_per_token("bf16") == 327_680 // 8
     assert part.kv_bytes_per_token("int8") == 80 * 2 * (128 + 2)
@@ -60,7 +65,7 @@ def test_kv_heads_are_copied_where_there_are_too_few() -> None:
 def test_inputs_need_not_divide() -> None:
     """The fullest device has one tile more: 4,864 inner activations on 14 devices."""
     whole = shape("qwen2.5-0.5b")
-    (down,) = (m for m in share(whole, 14, 1).matrices if m.role == "down")
+    (down,) = (m for m in fullest(whole, 14).matrices if m.role == "down")
     assert down.inputs == 11 * 32 and 13 * 352 < 4864 < 14 * 352
 
 
@@ -68,7 +73,7 @@ def test_inputs_need_not_divide() -> None:
 def test_no_group_of_weights_is_divided(tp: int) -> None:
     """2,880 channels are 90 groups of 32; the format of a part is that of the whole."""
     whole = shape("gpt-oss-20b")
-    parts = {m.role: m for m in share(whole, tp, 1).matrices}
+    parts = {m.role: m for m in fullest(whole, tp).matrices}
     kind = whole.kind_of(next(m for m in whole.matrices if m.role == "expert_down"), "mxfp4")
     assert kind is not None
     between = Between(2880, 32)
@@ -80,7 +85,7 @@ def test_no_group_of_weights_is_divided(tp: int) -> None:
 def test_heads_that_divide_a_group_divide_outputs() -> None:
     """Seven heads of 64 are three and a half groups of 128."""
     whole = shape("qwen2.5-0.5b")
-    (o,) = (m for m in share(whole, 2, 1, "int4").matrices if m.role == "o")
+    (o,) = (m for m in fullest(whole, 2, weights="int4").matrices if m.role == "o")
     assert (o.inputs, o.outputs) == (896, 448)
 
 
@@ -92,7 +97,7 @@ def test_ordered_inputs_are_not_divided(ordered: bool) -> None:
     kind = whole.kind_of(next(m for m in whole.matrices if m.role == "o"), "int4")
     between = Between(32, 128, 8, read=True)
     divides = cuts_inputs(kind, 4096, [between.of_rank(rank, 2) for rank in range(2)])
-    parts = {m.role: m for m in share(whole, 2, 1).matrices}
+    parts = {m.role: m for m in fullest(whole, 2).matrices}
     assert (parts["o"].inputs, parts["o"].outputs) == ((2048, 4096) if divides else (4096, 2048))
     assert parts["down"].inputs == (7168 if divides else 14_336)
     assert parts["gate_up"].outputs == 14_336
@@ -100,7 +105,7 @@ def test_ordered_inputs_are_not_divided(ordered: bool) -> None:
 
 def test_the_latent_of_mla_is_copied_and_its_projections_are_cut() -> None:
     whole = shape("deepseek-v3")
-    part = share(whole, 8, 1)
+    part = fullest(whole, 8)
     assert part.kv_bytes_per_token("bf16") == whole.kv_bytes_per_token("bf16") == 70_272
     for role in ("q_down", "kv_down", "router"):
         assert size(part, role) == size(whole, role)
@@ -117,13 +122,13 @@ def test_stages_have_whole_layers_and_one_end() -> None:
         assert size(part, "qkv")[0] == part.num_layers
         assert [m.role for m in part.matrices if m.role in ("embedding", "head")] == ends
     assert sum(part.parameters for part in parts) == shape("llama-3-70b").parameters
-    assert share(shape("llama-3-70b"), 1, 3) == parts[1]
+    assert fullest(shape("llama-3-70b"), 1, 3) == parts[1]
 
 
 def test_a_stage_of_experts_has_all_of_a_layer() -> None:
-    part = share(shape("mixtral-8x7b-v0.1"), 1, 4)
+    part = fullest(shape("mixtral-8x7b-v0.1"), 1, 4)
     assert size(part, "expert_down")[0] == 8 * 8
-    tied = share(shape("gemma-2-9b"), 1, 2)
+    tied = fullest(shape("gemma-2-9b"), 1, 2)
     assert size(tied, "head") == (1, 3584, 256_000)
 
 
@@ -248,7 +253,7 @@ def test_processes_of_one_machine_are_limited() -> None:
 def test_heads_need_not_divide(name: str, tp: int, heads: int, kv_heads: int) -> None:
     """The fullest device has the share of `HeadShare`, as in the engine."""
     whole = shape(name)
-    part = share(whole, tp, 1)
+    part = fullest(whole, tp)
     assert (part.num_heads, part.num_kv_heads) == (heads, kv_heads)
     pair = whole.head_dim + whole.v_head_dim
     outputs = heads * whole.head_dim + kv_heads * pair

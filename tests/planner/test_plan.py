@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,7 +152,7 @@ def test_draft_heads_cost_the_time_to_read_them() -> None:
         answer("gpt2", TOY, Question(draft=heads))
 
 
-def test_a_draft_model_costs_the_time_of_its_roofline(tmp_path: Path) -> None:
+def test_a_draft_model_costs_the_time_of_its_roofline() -> None:
     small = "llama-3.2-1b"
     question = Question(context=1024, batch=4, draft=small)
     found = answer("llama-3-8b", TOY, question)

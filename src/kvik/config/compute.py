@@ -257,7 +257,7 @@ def _unfit_for_cpu(config: EngineConfig, model: ModelSpec, kernels: str) -> str 
     if config.block_size % LANES:
         return f"block_size {config.block_size} is not a multiple of {LANES}"
     if model.latent is None:
-        return _unfit_heads(model, LANES, MAX_HEAD_DIM)
+        return _unfit_heads(model, LANES)
     rank, rope = model.latent.rank, model.latent.rope
     if rank % LANES or rope % LANES:
         return f"latent vectors are not multiples of {LANES}, of {rank} and {rope} channels"
@@ -272,7 +272,7 @@ def _unfit_for_triton(
         return "it needs the Triton kernels"
     if model.latent is None:
         # Rotation and rounding work on halves of a head; with four bits a half must be whole bytes.
-        return _unfit_heads(model, 4 if config.kv_cache_dtype == "int4" else 2, MAX_HEAD_DIM)
+        return _unfit_heads(model, 4 if config.kv_cache_dtype == "int4" else 2)
     if config.kv_cache_dtype not in (AUTO, SHORT_DTYPES[dtype]):
         return f"its latent vectors are stored in {dtype} only"
     return None
@@ -288,11 +288,11 @@ def torch_prompts(backend: str, model: ModelSpec, gpu: Gpu | None) -> int | None
     return measured.get(max(model.head_dims)) or TORCH_FROM
 
 
-def _unfit_heads(model: ModelSpec, multiple: int, max_dim: int) -> str | None:
+def _unfit_heads(model: ModelSpec, multiple: int) -> str | None:
     """Return why kernels do not support a model's heads; None if they do."""
     for dim in model.head_dims:
-        if dim % multiple or dim > max_dim:
-            return f"head_dim {dim} is not a multiple of {multiple} up to {max_dim}"
+        if dim % multiple or dim > MAX_HEAD_DIM:
+            return f"head_dim {dim} is not a multiple of {multiple} up to {MAX_HEAD_DIM}"
     return None
 
 

@@ -60,27 +60,19 @@ def can_share(shape: ModelShape, tp: int, pp: int = 1) -> bool:
     return True
 
 
-def share(shape: ModelShape, tp: int, pp: int, weight_format: str = "") -> ModelShape:
-    """Return the part on the fullest device in the fast cut, as a smaller model.
+@lru_cache(maxsize=32)  # each step of a load needs them
+def shares(shape: ModelShape, tp: int, pp: int, weight_format: str) -> tuple[ModelShape, ...]:
+    """Return the part on the fullest device of each stage in the fast cut, as smaller models.
 
     If there are more devices than KV heads, K and V of a head are replicated. MLA's latent serves
     all heads and is replicated on all devices. Each device holds the states of its own heads.
 
     Args:
-        weight_format: layers are divided among stages by their bytes in this format; "": the
-            checkpoint's.
+        weight_format: of the weights; stages have about equally many bytes in it.
 
     Raises:
         ConfigError: the model cannot be cut so.
     """
-    stored = weight_format or shape.stored
-    parts = shares(shape, tp, pp, stored)
-    return max(parts, key=lambda part: part.weight_bytes(stored))
-
-
-@lru_cache(maxsize=32)  # each step of a load needs them
-def shares(shape: ModelShape, tp: int, pp: int, weight_format: str) -> tuple[ModelShape, ...]:
-    """Return the part on one device of each stage. Raises ConfigError as `share`."""
     check_parallel(shape, tp, pp)
     if tp == pp == 1:
         return (shape,)

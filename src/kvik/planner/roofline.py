@@ -25,7 +25,7 @@ from kvik.planner.calibration import (
 )
 from kvik.planner.devices import Device, Setting
 from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts
-from kvik.planner.parallel import collectives, share, stage_runs, together, unevenness
+from kvik.planner.parallel import collectives, shares, stage_runs, together, unevenness
 from kvik.planner.search import smallest
 from kvik.planner.shape import MatrixGroup, ModelShape, read_keys
 from kvik.spec.weight_kind import WeightKind
@@ -235,7 +235,8 @@ def step_time(shape: ModelShape, at: Setting, step: PlannedStep) -> StepTime:
         part = replace(at, device=at.device.divided(cores, at.busy))
         work = _Work.of(together(shape, at.tp), part, step)
     else:
-        work = _Work.of(share(shape, at.tp, 1, at.weight_format), at, step)
+        (part_of_layers,) = shares(shape, at.tp, 1, at.weight_format)
+        work = _Work.of(part_of_layers, at, step)
     parts = [*work.parts(), *_messages(shape, at, step)]
     return StepTime(tuple(part for part in parts if part.expected > 0))
 

@@ -10,7 +10,7 @@ from kvik.errors import ConfigError
 from kvik.planner.devices import Setting
 from kvik.planner.formats import WEIGHT_FORMATS
 from kvik.planner.memory import Memory, MemoryPlanner
-from kvik.planner.parallel import MAX_DEVICES, can_share, share
+from kvik.planner.parallel import MAX_DEVICES, can_share, shares
 from kvik.planner.roofline import PlannedStep, decode, decode_rate, prefill, step_time
 from kvik.planner.shape import LayerShape, ModelShape, changed_layers
 from kvik.spec.kv import KV_FORMATS
@@ -193,7 +193,7 @@ def context_parts(shape: ModelShape, at: Setting, memory: Memory) -> tuple[Conte
     device = at.device
     if at.exact or at.pp > 1 or shape.state_bytes or not (device.rated and device.link):
         return ()
-    shard = share(shape, at.tp, 1, at.weight_format)
+    (shard,) = shares(shape, at.tp, 1, at.weight_format)
     prompt, step = prefill(at.context), decode(at.batch, at.context)
     attention, _ = _split_time(shape, at, prompt, "attention")
     reading, rest = _split_time(shape, at, step, "kv cache")

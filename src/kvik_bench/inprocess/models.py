@@ -65,7 +65,6 @@ class Decoding:
     prompt_tokens: int
     output_tokens: int
     repeats: int
-    warmup: int = 1  # requests before the measurement, for each engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +177,7 @@ def decode_in_turn(
     def measure(number: int, i: int) -> LoadRun:
         with loaded(models[i]) as engine:
             vocab_size = engine.resolved.model.vocab_size
-            for warmup in range(decoding.warmup):
-                run_jobs(engine, requests.jobs(-1 - warmup, vocab_size))
+            run_jobs(engine, requests.jobs(-1, vocab_size))  # warms up
             return run_jobs(engine, requests.jobs(number, vocab_size))
 
     runs = rounds.runs(range(len(models)), measure, lambda i: f"decoding: {labels[i]}")
