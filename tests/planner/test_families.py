@@ -67,16 +67,15 @@ def test_active_parameters_are_those_published(name: str) -> None:
 def test_cache_bytes_are_those_of_the_reference(name: str) -> None:
     known = KV[name]
     if known["config"]:
-        values = config(known["config"])
+        model = shape(known["config"])
     else:  # known only by these figures
-        values = changed(
-            "llama-2-7b",
-            hidden_size=known["q_heads"] * known["head_dim"],
-            num_hidden_layers=known["layers"],
-            num_attention_heads=known["q_heads"],
-            num_key_value_heads=known["kv_heads"],
-        )
-    model = shape_from_config(values, name)
+        sizes = {
+            "hidden_size": known["q_heads"] * known["head_dim"],
+            "num_hidden_layers": known["layers"],
+            "num_attention_heads": known["q_heads"],
+            "num_key_value_heads": known["kv_heads"],
+        }
+        model = shape_from_config(changed("llama-2-7b", **sizes), name)
     assert model.num_layers == known["layers"]
     if "cached_dims" in known:
         assert model.attention == "MLA"

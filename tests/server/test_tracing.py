@@ -152,7 +152,10 @@ def test_drafts_are_reported() -> None:
         assert attributes == expected
 
 
-def test_a_collector_that_does_not_answer_delays_the_end_only_briefly() -> None:
+def test_a_collector_that_does_not_answer_delays_the_end_only_briefly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvik.server.tracing.CLOSING_SECONDS", 0.05)
     answered, sent = Event(), Event()
 
     class Silent(InMemorySpanExporter):

@@ -130,17 +130,17 @@ def test_times_match_the_servers_to_two_milliseconds() -> None:
     """With known delays and the server's own time stamps. Medians and several attempts, as any one
     chunk may meet a busy processor; on a slow machine each message takes longer."""
     for _ in range(10):
-        with FakeServer(lambda request: stream(8, first=0.05, gap=0.02)) as fake:
+        with FakeServer(lambda request: stream(8, first=0.05, gap=0.01)) as fake:
             exact = EXACT + 2 * max(0.0, delay_of(fake) - EXACT)
             records = [
-                record for record, _ in ask(TargetServer(fake.url, "completions", "m"), count=5)
+                record for record, _ in ask(TargetServer(fake.url, "completions", "m"), count=3)
             ]
         if worst_error(records, fake.requests) < exact:
             break
     assert worst_error(records, fake.requests) < exact
     assert min(record.ttft for record in records) >= 0.049
-    assert min(record.tpot for record in records) >= 0.019
-    assert sum(len(record.times) for record in records) == 40
+    assert min(record.tpot for record in records) >= 0.009
+    assert sum(len(record.times) for record in records) == 24
 
 
 def test_the_request_that_is_sent() -> None:
@@ -230,7 +230,10 @@ def test_a_server_that_hangs_runs_into_the_timeout() -> None:
         assert record.error == "timeout"
 
 
-def test_a_stream_that_stays_open_after_its_end_is_complete() -> None:
+def test_a_stream_that_stays_open_after_its_end_is_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvik_bench.load.openai_target.AFTER_DONE_SECONDS", 0.05)
     with FakeServer(lambda request: Reply([*stream(3).steps, 60.0])) as fake:
         found = ask(TargetServer(fake.url, "completions", "m"), 2)
         assert fake.connections == 2

@@ -148,9 +148,14 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def page() -> Page:
+def html() -> str:
+    return as_html(sample_result())
+
+
+@pytest.fixture(scope="module")
+def page(html: str) -> Page:
     page = Page()
-    page.feed(as_html(sample_result()))
+    page.feed(html)
     page.close()
     return page
 
@@ -160,13 +165,13 @@ def test_tags_are_closed_in_order(page: Page) -> None:
     assert page.open == []
 
 
-def test_nothing_is_loaded_from_elsewhere(page: Page) -> None:
+def test_nothing_is_loaded_from_elsewhere(page: Page, html: str) -> None:
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
     names = {"src", "href", "xlink:href", "action", "data"}
     links = [value for _, name, value in page.attributes if name in names]
     assert links  # markers of the curves
     assert all(value.startswith("#") for value in links)
-    assert "url(http" not in as_html(sample_result())
+    assert "url(http" not in html
 
 
 def test_a_hostile_name_is_text(page: Page) -> None:
@@ -182,8 +187,7 @@ def test_ids_are_unique_and_references_resolve(page: Page) -> None:
     assert wanted <= set(ids)
 
 
-def test_the_drawings_are_valid_xml() -> None:
-    text = as_html(sample_result())
-    for piece in text.split("<svg")[1:]:
+def test_the_drawings_are_valid_xml(html: str) -> None:
+    for piece in html.split("<svg")[1:]:
         drawing = "<svg" + piece.partition("</svg>")[0] + "</svg>"
         ElementTree.fromstring(drawing)
