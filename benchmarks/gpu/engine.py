@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
 import torch
 from place import DEVICE, REHEARSED
-from rehearsed import rehearsed_worker
 from shapes import write_config
+from torch import Tensor
 
+from kvik.attention.triton import TritonAttention
 from kvik.config.config import EngineConfig, ResolvedConfig
+from kvik.config.graph_sizes import decoding_sizes, drafting_sizes
 from kvik.config.hardware import detect, find_gpus
 from kvik.config.model_source import find_model
 from kvik.config.resolve import resolve
@@ -24,11 +26,13 @@ from kvik.core.types import EngineRequest, RequestDelta
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import EngineLoop
 from kvik.model_files import model_files
-from kvik.worker.captures import GraphMemory
+from kvik.worker import platforms
+from kvik.worker.captures import NO_CAPTURE_PEERS, Captured, CapturePeers, GraphMemory
 from kvik.worker.graphs import Graph, StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.model_runner import ModelRunner, RunningStep
 from kvik.worker.replays import DecodeGraphs
+from kvik.worker.step_inputs import Arrival
 from kvik.worker.worker import Worker
 
 
@@ -146,3 +150,49 @@ def captured_sizes(graph: Graph) -> frozenset[int]:
     if not isinstance(graph, DecodeGraphs):
         return frozenset()
     return frozenset(size.rows for size in graph.captured if size.longest == 1)
+
+
+# In a rehearsal: a GPU worker without a GPU. Triton's platform on CPU tensors, with simulated graph
+# capture, and results that arrive late, as on an asynchronous device.
+
+
+class CalledAgain:
+    """Replaces `CudaCapturer`."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def capture(self, call: Callable[[], None], peers: CapturePeers = NO_CAPTURE_PEERS) -> Captured:
+        call()
+        return Captured(call, 0, 0)
+
+
+class LateCopies:
+    """Replaces `PinnedCopies`."""
+
+    depth = 2
+
+    def start(self, tensors: Sequence[Tensor]) -> Arrival:
+        copies = [tensor.clone() for tensor in tensors]
+        return lambda: [copy.numpy() for copy in copies]
+
+
+def rehearsed_worker(resolved: ResolvedConfig) -> Worker:
+    """Return the worker. resolved: for a CPU, with torch's kernels; no user option gives this
+    combination."""
+    everywhere = frozenset({"cpu", "cuda"})
+    TritonAttention.caps = replace(TritonAttention.caps, devices=everywhere)
+    platforms.CudaCapturer = CalledAgain
+    seqs, speculation = resolved.scheduler.max_num_seqs, resolved.speculation
+    sizes = decoding_sizes(seqs)
+    if speculation is not None:
+        drafts = speculation.num_draft_tokens, speculation.max_draft_rows
+        sizes += drafting_sizes(seqs, *drafts, tree=speculation.trees)
+    runner = replace(
+        resolved.runner,
+        kernels="triton",
+        attention_backend="triton",
+        graph_sizes=sizes,
+        graph_memory=1 << 30,  # these graphs take only the memory of their outputs
+    )
+    return Worker(replace(resolved, runner=runner), copies=LateCopies())

@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 from helpers.commands import Command
-from helpers.engine_frames import engine_frame, live_request
 from helpers.fake_server import FakeServer, Received, Reply
 from helpers.http_server import ask
 from helpers.on_terminal import OnTerminal
@@ -38,6 +37,56 @@ def routes(parts: Server) -> list[Route]:
 
 
 site = site_fixture(routes)
+
+
+def live_request(number: int, **fields: Any) -> dict[str, Any]:
+    """Return a decoding request that arrived at 90, was scheduled at 92 and had a token at 95."""
+    request = {
+        "number": number,
+        "phase": "decode",
+        "arrival": 90.0,
+        "first_scheduled": 92.0,
+        "first_token": 95.0,
+        "finished": None,
+        "prompt_tokens": 17,
+        "output_tokens": 5,
+        "cached_tokens": 0,
+        "computed": 21,
+        "blocks": 2,
+        "preemptions": 0,
+        "finish_reason": None,
+    }
+    return request | fields
+
+
+def engine_frame(**live: Any) -> dict[str, Any]:
+    """Return a frame; `live` changes parts of its view of the engine."""
+    view = {
+        "now": 100.0,
+        "stats": {
+            "num_running": 1,
+            "num_waiting": 0,
+            "kv_usage": 0.5,
+            "steps": 1234,
+            "preemptions": 3,
+            "prefix_queries": 200,
+            "prefix_hits": 50,
+            "time": {"executor": 50.0, "host": 8.0, "idle": 6.0},
+        },
+        "rates": {"steps": 40.0, "prefill_tokens": 2048.0, "decode_tokens": 321.0},
+        "blocks": {
+            "num_blocks": 512,
+            "blocks_per_cell": 1,
+            "num_free": 256,
+            "num_cached": 99,
+            "cells": "",
+        },
+        "steps": {"first": 0, "prefill_tokens": [0, 8, 16], "decode_tokens": [1, 2, 4]},
+        "running": [live_request(7)],
+        "waiting": [],
+        "finished": [],
+    }
+    return {"model": "stories", "state": "ready", "reason": "", "live": view | live}
 
 
 @pytest.mark.full
