@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
@@ -27,7 +26,7 @@ from kvik.config.config import EngineConfig
 from kvik.files import ADAPTER_FILES
 from kvik.launch import resolve_config
 from kvik.nn.safetensors import write_safetensors
-from kvik_bench.scripts import greedy, random_prompts
+from kvik_bench.scripts import decoding_seconds, greedy, random_prompts, spread
 
 OUTPUT, PROMPT, BATCHES = 33, 512, (1, 8)
 CHOICES: dict[str, Callable[[int], int]] = {  # number of a request -> of its adapter; -1: none
@@ -90,11 +89,10 @@ def measure(
         chosen = [choose(i % len(names)) for i in range(batch)]
         params = [greedy(output).with_changes(adapter="" if i < 0 else names[i]) for i in chosen]
         outputs = llm.generate(random_prompts(batch, prompt, next(serial)), params)
-        times = [one.metrics for one in outputs]
         if output == 1:
+            times = [one.metrics for one in outputs]
             return batch * prompt / (max(t.first_token for t in times) - times[0].arrival)
-        seconds = max(t.finished for t in times) - max(t.first_token for t in times)
-        return batch * (output - 1) / seconds
+        return batch * (output - 1) / decoding_seconds(outputs)
 
     found: dict[str, dict[str, list[float]]] = {}
     with ExitStack() as stack:
@@ -113,10 +111,6 @@ def measure(
                     if number >= 0:  # the first round warms up
                         found.setdefault(workload, {}).setdefault(name, []).append(measured)
     return found
-
-
-def spread(values: Sequence[float], form: str) -> str:
-    return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def report(quantization: str, found: dict[str, dict[str, list[float]]]) -> None:

@@ -14,15 +14,14 @@ from __future__ import annotations
 import os
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import count
-from statistics import median
 
 import torch
 
 from kvik import LLM, SamplingParams
-from kvik_bench.scripts import greedy, random_prompts
+from kvik_bench.scripts import decoding_seconds, greedy, random_prompts, spread
 
 Measure = Callable[[], float]  # seconds for each token after the first
 
@@ -64,9 +63,7 @@ def kvik_ways(args: Namespace, quantization: str, stack: ExitStack) -> dict[str,
 
     def seconds(prompts: int, params: SamplingParams) -> float:
         outputs = llm.generate(random_prompts(prompts, args.prompt, next(serial)), params)
-        times = [output.metrics for output in outputs]
-        whole = max(t.finished for t in times) - max(t.first_token for t in times)
-        return whole / (args.output - 1)
+        return decoding_seconds(outputs) / (args.output - 1)
 
     beams = greedy(args.output).with_changes(num_beams=args.beams)
     return {
@@ -119,10 +116,6 @@ def report(found: dict[str, list[float]]) -> None:
         ratios = [other / own for other, own in zip(seconds, first, strict=True)]
         milliseconds = [1000 * value for value in seconds]
         print(f"{name:24}{spread(milliseconds, '.1f')} ms; {spread(ratios, '.2f')} times as long")
-
-
-def spread(values: Sequence[float], form: str) -> str:
-    return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 if __name__ == "__main__":

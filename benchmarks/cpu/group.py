@@ -36,6 +36,7 @@ from kvik_bench.machine.calibrate import exchange_seconds
 from kvik_bench.scripts import (
     children,
     cpu_seconds,
+    decoding_seconds,
     fresh_processes,
     greedy,
     kibibytes,
@@ -239,9 +240,7 @@ def rate(llm: LLM, requests: int, prompt: int, output: int) -> float:
     outputs = llm.generate(random_prompts(requests, prompt, prompt), greedy(output))
     if output == 1:
         return requests * prompt / (time.perf_counter() - begun)
-    first = max(one.metrics.first_token for one in outputs)
-    last = max(one.metrics.finished for one in outputs)
-    return requests * (output - 1) / (last - first)
+    return requests * (output - 1) / decoding_seconds(outputs)
 
 
 if __name__ == "__main__":

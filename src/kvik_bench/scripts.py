@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from kvik.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from kvik.engine.output import RequestOutput
     from kvik.llm import LLM
     from kvik.models.model_spec import ModelSpec
 
@@ -45,6 +46,12 @@ def seconds_of(llm: LLM, prompts: Sequence[list[int]], tokens: int) -> float:
     started = time.perf_counter()
     llm.generate(prompts, greedy(tokens), progress=False)
     return time.perf_counter() - started
+
+
+def decoding_seconds(outputs: Sequence[RequestOutput]) -> float:
+    """Return the seconds from when all requests had their first token until all had ended."""
+    times = [output.metrics for output in outputs]
+    return max(t.finished for t in times) - max(t.first_token or 0.0 for t in times)
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

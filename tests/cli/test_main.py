@@ -127,9 +127,7 @@ def test_a_verbs_exit_code_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["generate"]) == 1
 
 
-def test_a_panic_of_a_library_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, command: Command, tmp_path: Path
-) -> None:
+def test_a_panic_of_a_library_is_one_line(command: Command, tmp_path: Path) -> None:
     normalizer = {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}
     for file in BUNDLED.iterdir():
         if file.is_file():

@@ -211,7 +211,7 @@ def test_progress_is_reported(tiny: tuple[Path, Any]) -> None:
 
 
 def test_models_with_other_tokens_are_refused(
-    tiny: tuple[Path, Any], with_bos: tuple[Path, Any], tmp_path: Path
+    tiny: tuple[Path, Any], with_bos: tuple[Path, Any]
 ) -> None:
     config = EngineConfig(str(tiny[0]), **CPU)
     text = words(drawn(25, seed=12))

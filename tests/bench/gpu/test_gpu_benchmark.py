@@ -327,6 +327,6 @@ def test_the_table_of_all_jobs_is_short(script: ModuleType) -> None:
     assert lines[0].startswith("?:") and lines[-1].startswith("500 s")
 
 
-def test_the_time_in_which_kernels_run(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_in_which_kernels_run(script: ModuleType) -> None:
     spans = [(0.0, 4.0), (1.0, 3.0), (5.0, 9.0), (8.0, 10.0)]
     assert importlib.import_module("models").busy_share(spans) == (0.9, 1.0)
