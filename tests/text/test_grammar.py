@@ -53,11 +53,13 @@ def test_a_schema_allows_only_valid_values(row: dict[str, Any]) -> None:
         assert not accepts(matcher({"json": schema}), written(value)), value
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.full) for i in (1, 2))])
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(i, marks=pytest.mark.full) for i in range(1, 6))]
+)
 def test_the_limits_of_keywords(part: int) -> None:
     found = list(edges())
     assert len(found) > 500
-    for schema, valid, invalid in found[part::3]:
+    for schema, valid, invalid in found[part::6]:
         judge = Draft202012Validator(schema)
         assert translate(structure({"json": schema, "strict": True}), byte_vocabulary())[1] == []
         for value in valid:

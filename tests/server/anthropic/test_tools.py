@@ -112,7 +112,7 @@ def test_half_a_character_in_a_call_is_replaced(site: Site) -> None:
 def test_text_after_a_call_stays_there(client: anthropic.Anthropic) -> None:
     body = asked(tool_choice={"type": "any"}, extra_body=GREEDY)
     orders = []
-    for length in range(56, 76, 4):  # some end within the name of a second call, which is text
+    for length in range(56, 76, 8):  # some end within the name of a second call, which is text
         body["max_tokens"] = length
         whole = client.messages.create(**body)
         with client.messages.stream(**body) as stream:
