@@ -85,36 +85,33 @@ class BeforeAfter:
                 f"the original cannot be measured ({error}); --eval none --no-speed skips it",
             ) from None
 
-    def measure(self, report: QuantizeReport, folder: Path) -> QuantizeReport:
-        """Return the report with the measurements added.
+    def perplexity(self, after: EngineConfig) -> Perplexity | None:
+        """Return the perplexity of the model and of the quantised one; None: there is no text."""
+        from kvik.evaluate.quality import PerplexityChange, measure_quality, reading_bar
 
-        Args:
-            folder: folder of the quantised model.
-        """
+        if not self.texts:
+            return None
+        with reading_bar("reading, before") as progress:
+            old = measure_quality(self.before, self.texts, progress=progress)
+        with reading_bar("reading, after") as progress:
+            new = measure_quality(
+                after, self.texts, window=old.window, stride=old.stride, progress=progress
+            )
+        words = f"{self.name} ({old.num_scored} tokens, windows of {old.window})"
+        change = PerplexityChange.between(old, new)
+        return Perplexity(old.perplexity, new.perplexity, change.share, change.error, words)
+
+    def decoding(self, after: EngineConfig) -> SpeedChange | None:
+        """Return the decoding speed of both models; None: it is not measured."""
         from kvik.cli.plugins import decoding_meter
         from kvik.launch import resolve_config
 
-        after = replace(self.before, model=str(folder))
-        if self.texts:
-            from kvik.evaluate.quality import PerplexityChange, measure_quality, reading_bar
-
-            with reading_bar("reading, before") as progress:
-                old = measure_quality(self.before, self.texts, progress=progress)
-            with reading_bar("reading, after") as progress:
-                new = measure_quality(
-                    after, self.texts, window=old.window, stride=old.stride, progress=progress
-                )
-            words = f"{self.name} ({old.num_scored} tokens, windows of {old.window})"
-            change = PerplexityChange.between(old, new)
-            perplexities = old.perplexity, new.perplexity
-            measured = Perplexity(*perplexities, change.share, change.error, words)
-            report = replace(report, perplexity=measured)
-        if self.speed:
-            models = [
-                resolve_config(replace(config, max_num_seqs=1)) for config in (self.before, after)
-            ]
-            report = replace(report, speed=decoding_meter()(*models))
-        return report
+        if not self.speed:
+            return None
+        before, quantised = (
+            resolve_config(replace(config, max_num_seqs=1)) for config in (self.before, after)
+        )
+        return decoding_meter()(before, quantised)
 
 
 AUTO = "auto"
@@ -251,13 +248,16 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with share_bar() as progress:
             saved = quantise_folder(source, recipe, windows, output, progress, device)
+        seconds = time.monotonic() - started
+        quantised = replace(config, model=str(arguments.output))
         report = QuantizeReport(
             model=arguments.model or str(source.folder),
             saved=saved,
             calibration=_calibration(calibration.calib, windows),
-            seconds=time.monotonic() - started,
+            seconds=seconds,
+            perplexity=measurements.perplexity(quantised),
+            speed=measurements.decoding(quantised),
         )
-        report = measurements.measure(report, arguments.output)
     except KeyboardInterrupt:
         say("kvik: stopped; run the same command again to continue", error=True)
         raise
@@ -336,8 +336,8 @@ class QuantizeReport:
     saved: Saved
     calibration: str  # description of the calibration text
     seconds: float  # time of the quantisation, without the measurements
-    perplexity: Perplexity | None = None  # None if not measured
-    speed: SpeedChange | None = None  # likewise
+    perplexity: Perplexity | None  # None if not measured
+    speed: SpeedChange | None  # likewise
 
     @property
     def bits_per_weight(self) -> float:

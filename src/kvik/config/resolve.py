@@ -406,9 +406,11 @@ def as_streamed(config: EngineConfig, spec: ModelSpec, notes: Notes) -> ModelSpe
             not spec.ropes and not spec.states and not any(layer.slopes for layer in spec.layers),
             "has learned positions, which end",
         ),
-        (any(rope.query_beta for rope in spec.ropes), "scales queries by their positions"),
+        (
+            bool(spec.query_scales) or any(rope.query_beta for rope in spec.ropes),
+            "scales queries by their positions",
+        ),
         (any(rope.then_normed for rope in spec.ropes), "normalises heads after turning them"),
-        (bool(spec.query_scales), "scales queries by their positions"),
     ):
         if wrong:
             raise ConfigError("window", f"must be left out: {name} {reason}")

@@ -2,8 +2,7 @@
 llama.cpp.
 
 One row for each name: the option of kvik, the values without a meaning in kvik, and what to use
-    instead if kvik lacks the feature. `LLM(...)`, flags, variables and option files read this
-    table.
+instead if kvik lacks the feature. `LLM(...)`, flags, variables and option files read this table.
 """
 
 from __future__ import annotations

@@ -93,19 +93,14 @@ HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "request_num_preemptions": ("Times a request lost its blocks.", FEW),
     "request_prefill_kv_computed_tokens": ("Prompt tokens not cached.", TOKENS),
 }
-# Metrics without a counterpart in other engines.
-ONLY_OURS = frozenset((
-    "engine_state", "engine_starts", "open_responses", "queued_tokens", "engine_steps",
-    "engine_step_requests", "engine_memory_bytes", "engine_seconds", "cuda_graphs",
-    "cuda_graph_bytes", "working_threads", "given_back_blocks", "cached_blocks",
-    "pinned_blocks", "kv_cache_tokens", "kv_tier_pages", "kv_tier_bytes",
-    "kv_tier_capacity_bytes", "kv_tier_stored_pages", "kv_tier_loaded_pages",
-    "kv_tier_failed_pages", "kv_tier_evicted_pages", "kv_tier_bytes_per_second",
-    "kv_tier_loaded_tokens", "kv_tier_choices", "kv_swaps", "kv_tier_lent_tokens", "kv_leases",
-    "speculation_drafts_per_pos", "speculation_accepted_length", "speculation_speedup",
-    "memory_bytes_per_second", "flops_per_second", "memory_bytes_ceiling", "flops_ceiling",
-    "memory_bandwidth_share", "compute_share", "bottleneck", "stored_responses",
-    "stored_response_bytes",
+# Metrics that dashboards and routers of other engines read, too.
+COMPATIBLE = frozenset((
+    *COUNTERS, *HISTOGRAMS, "num_requests_running", "num_requests_waiting",
+    "num_requests_waiting_by_reason", "num_preemptions", "iteration_tokens_total",
+    "kv_cache_usage_perc", "prefix_cache_queries", "prefix_cache_hits", "cache_config_info",
+    "engine_sleep_state", "spec_decode_num_drafts", "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos",
+    "estimated_flops_per_gpu", "estimated_read_bytes_per_gpu", "estimated_write_bytes_per_gpu",
 ))  # fmt: skip
 
 
@@ -237,7 +232,7 @@ class Exposition(Collector):
     def add(self, metrics: Iterable[Metric]) -> None:
         """Add metrics whose names have no prefix yet."""
         for metric in metrics:
-            for prefix, labels in self._native if metric.name in ONLY_OURS else self._all:
+            for prefix, labels in self._all if metric.name in COMPATIBLE else self._native:
                 named = Metric(prefix + metric.name, metric.documentation, metric.type)
                 for sample in metric.samples:
                     if not sample.name.endswith("_created"):  # not needed

@@ -64,7 +64,7 @@ def tool_use(
     """Return the tools of a request; None without tools.
 
     Args:
-        tool_choice: `tool_choice`. one: allow at most one call per answer.
+        single: allow at most one call per answer.
 
     Raises:
         ParamError: the tools cannot be used, or there is a choice without tools.
