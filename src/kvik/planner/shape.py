@@ -118,7 +118,7 @@ class ModelShape:
     # The engine's facts of the model, or of the most similar one that it runs.
     like: ModelSpec = field(repr=False)
     latent_dim: int = 0  # with MLA, the width of the compressed K and V; else 0
-    # The layout of quantised weights: "torch", "native" or "triton" (`laid_out` in `memory.py` sets
+    # The layout of quantised weights: "torch", "native" or "triton" (`MemoryPlanner.of` sets
     # it for a machine).
     kernels: str = "torch"
     runs: bool = True  # whether the engine runs the model

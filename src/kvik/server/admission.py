@@ -53,7 +53,8 @@ class Admission:
 
         Raises:
             CapacityError: they never fit.
-            OverloadError: the queue, or the tenant's share of it, is full; `own` says which.
+            OverloadError: the queue, or the tenant's share of it, is full; `of_caller` says
+                which.
         """
         if requests > self._max_requests:
             limit = self._max_requests

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
+from statistics import linear_regression, mean, median
 
 import numpy as np
 import torch
@@ -267,12 +267,8 @@ class _Engine:
 
 def line_through(xs: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
     """Return the least-squares fit of a + b * x, with neither below 0."""
-    count, mean = len(xs), sum(xs) / len(xs)
-    level = sum(seconds) / count
-    spread = sum((x - mean) ** 2 for x in xs)
-    steep = sum((x - mean) * (s - level) for x, s in zip(xs, seconds, strict=True))
-    slope = max(0.0, steep / spread) if spread else 0.0
-    return max(0.0, level - slope * mean), slope
+    slope = max(0.0, linear_regression(xs, seconds).slope)
+    return max(0.0, mean(seconds) - slope * mean(xs)), slope
 
 
 CHANGED = 1.15  # ratio of memory rates during one calibration that is worth a remark

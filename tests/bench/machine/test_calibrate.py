@@ -138,7 +138,6 @@ def test_a_cost_is_never_negative() -> None:
 def test_a_line_through_steps() -> None:
     assert line_through((1, 8, 32), [12.0, 26.0, 74.0]) == pytest.approx((10.0, 2.0))
     assert line_through((1, 2), [5.0, 4.0]) == pytest.approx((4.5, 0.0))
-    assert line_through((4,), [5.0]) == (5.0, 0.0)
 
 
 def test_disturbed_measurements_are_reported() -> None:
