@@ -332,10 +332,10 @@ def test_a_folder_with_only_a_config_and_a_plain_file(tmp_path: Path) -> None:
 
 
 def test_a_hub_id_names_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config("deepseek-v3")))
+    (tmp_path / "config.json").write_text(json.dumps(config("phi-2")))
     monkeypatch.setattr(model_source, "_download", lambda *asked: tmp_path)
-    found = read_shape("someone/DeepSeek-V3-tuned")
-    assert (found.name, found.parameters) == ("DeepSeek-V3-tuned", 671_026_419_200)
+    found = read_shape("someone/Phi-2-tuned")
+    assert (found.name, found.parameters) == ("Phi-2-tuned", 2_779_683_840)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from kvik.models.model_spec import read_model_spec
 from kvik.planner.devices import Device, Setting, find_device
 from kvik.planner.families import read_shape, shape_from_config, with_own_head
 from kvik.planner.memory import Memory, MemoryPlanner
-from kvik.planner.plan import Question, draft_source, plan, plan_shape
+from kvik.planner.plan import Question, draft_source, plan, plan_shape, setting_of
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import block_bytes
 from kvik.spec.weights import SCHEMES
@@ -128,7 +128,9 @@ def test_what_the_engine_refuses_is_not_planned(name: str, question: Question, f
 def test_states_have_room_for_drafts_in_each_part() -> None:
     model = shape_from_config(PUBLIC["Qwen3.5-9B"], "m")
     plain = Question(pp=2, batch=4, context=1000)
-    parts = [plan_shape(model, H200, q).parts for q in (plain, replace(plain, draft="gpt2"))]
+    asked = (plain, replace(plain, draft="gpt2"))
+    planners = (MemoryPlanner.of(*setting_of(model, H200, question, None)) for question in asked)
+    parts = [planner.parts() for planner in planners]
     # Of 4 requests and 8 checkpoints, 12 layers, and five drafts: inputs of the convolution and of
     # the delta net, and gates.
     each = 12 * 12 * 4 * 5 * (8192 + 8192 + 2 * 32)

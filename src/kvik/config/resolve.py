@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 from kvik.config.compute import BUILT_IN, Compute, built_in, choose_compute, settled, torch_prompts
@@ -265,6 +266,7 @@ def _of_fullest(limit: Limit, config: EngineConfig, compute: Compute, hardware: 
     return replace(limit, size=int(smallest * config.memory_utilization))
 
 
+@lru_cache(maxsize=16)  # a planner asks for many settings, and what a model declares takes time
 def as_drafting(options: SpeculativeConfig, spec: ModelSpec, source: DraftSource) -> ModelSpec:
     """Return the model with room for drafts in its states, and with its own head if that drafts.
     Raises ConfigError if the model does not support this method."""
