@@ -281,12 +281,9 @@ async def _hand_on(send: Send, resumption: bytes, watch: asyncio.Future[None]) -
 def _prefilled(generations: Sequence[Generation]) -> Response:
     """Return the answer to a request whose prompts were computed for another server. It names pages
     only if there is a single prompt."""
-    prompts, source = (
-        sum(len(g.prompt_token_ids) for g in generations),
-        generations[0].page_source,
-    )
-    pages = source if len(generations) == 1 else None
-    response = json_response(Prefilled(prompts, pages.num_tokens if pages is not None else 0))
+    num_tokens = sum(len(generation.prompt_token_ids) for generation in generations)
+    pages = generations[0].page_source if len(generations) == 1 else None
+    response = json_response(Prefilled(num_tokens, pages.num_tokens if pages is not None else 0))
     if pages is not None:
         response.headers[SOURCE_HEADER] = signed(pages, generations[0].transfer.token)
     return response

@@ -321,8 +321,9 @@ def test_an_effort_is_reported_as_ignored_without_reasoning(
         body = {"input": ASKED, "max_output_tokens": 2, "reasoning": {"effort": "low"}}
         answer = httpx2.post(f"{plain.url}/v1/responses", json=body)
     assert answer.headers["x-kvik-ignored-fields"] == "reasoning.effort"
-    (line,) = (r.getMessage() for r in caplog.records if r.name == "kvik.access")
-    assert "reasoning.effort" in line and "unknown" not in line and "mean" not in line
+    # The site of the module may still log requests of the tests before.
+    (line,) = (message for message in caplog.messages if "reasoning.effort" in message)
+    assert "unknown" not in line and "mean" not in line
 
 
 def test_tools_of_the_host_are_left_out_and_told(client: openai.OpenAI) -> None:
