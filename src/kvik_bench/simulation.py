@@ -8,7 +8,7 @@ in real engines with these step times.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
@@ -378,9 +378,9 @@ class Outcome:
     first_tokens: tuple[float, ...]  # seconds until each request's first token, sorted
     preemptions: int
     steps: int
-    retried: int = 0
-    chosen: tuple[float, ...] = ()  # real seconds of each routing choice, if measured
-    loaded_tokens: int = 0  # hits that were loaded from tiers
+    retried: int
+    chosen: tuple[float, ...]  # real seconds of each routing choice, if measured, sorted
+    loaded_tokens: int  # hits that were loaded from tiers
 
     @property
     def hit_rate(self) -> float:
@@ -393,7 +393,12 @@ class Outcome:
 
     def ttft(self, share: float) -> float:
         """Return the time to first token that a share of the requests does not exceed."""
-        return self.first_tokens[min(len(self.first_tokens) - 1, int(share * self.requests))]
+        return quantile(self.first_tokens, share)
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Return the value that a share of ordered values does not exceed."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def simulate(
@@ -477,19 +482,19 @@ class _Run:
             )
         counters = [replica.scheduler.counters for replica in self.replicas]
         return Outcome(
-            self.policy,
-            self.done,
-            self.prompts,
-            sum(counter.prefix_hits for counter in counters),
-            self.ideal,
-            now,
-            tuple(replica.busy for replica in self.replicas),
-            tuple(sorted(self.first)),
-            sum(counter.preemptions for counter in counters),
-            sum(counter.steps for counter in counters),
-            self.retried,
-            tuple(self.chosen),
-            sum(
+            policy=self.policy,
+            requests=self.done,
+            prompt_tokens=self.prompts,
+            hit_tokens=sum(counter.prefix_hits for counter in counters),
+            ideal_tokens=self.ideal,
+            seconds=now,
+            busy=tuple(replica.busy for replica in self.replicas),
+            first_tokens=tuple(sorted(self.first)),
+            preemptions=sum(counter.preemptions for counter in counters),
+            steps=sum(counter.steps for counter in counters),
+            retried=self.retried,
+            chosen=tuple(sorted(self.chosen)),
+            loaded_tokens=sum(
                 replica.scheduler.moves.counters.loaded_tokens
                 for replica in self.replicas
                 if replica.scheduler.moves is not None

@@ -24,7 +24,7 @@ from kvik.planner.families import read_shape
 from kvik.planner.memory import MemoryPlanner
 from kvik.planner.plan import Question, check_question, find_machine, setting_of
 from kvik.planner.roofline import decode, prefill, step_time
-from kvik_bench.simulation import Outcome, SimulatedEngine, Traffic, simulate
+from kvik_bench.simulation import Outcome, SimulatedEngine, Traffic, quantile, simulate
 
 POLICIES = ("prefix", "round-robin")
 # Options of the load that do not count with a trace.
@@ -124,31 +124,31 @@ def simulated(question: Question, options: Replicas) -> SimulatedEngine:
     tiers = None if options.kv_tiers is None else read_tiers(options.kv_tiers)
     sizes = [group.bytes_per_token for group in cache.groups]
     return SimulatedEngine(
-        blocks,
-        options.block_size,
-        seqs,
-        tokens,
-        lambda step: step_time(shape, at, step).expected,
-        shape.max_context,
-        cache.groups,
-        cache.checkpoints,
-        tier_sizes(tiers, sizes, options.block_size, Notes(), state_bytes=shape.state_bytes),
-        options.memory_rate * 1e9,
-        options.disk_rate * 1e9,
+        blocks=blocks,
+        block_size=options.block_size,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        cost=lambda step: step_time(shape, at, step).expected,
+        context=shape.max_context,
+        groups=cache.groups,
+        checkpoints=cache.checkpoints,
+        tiers=tier_sizes(tiers, sizes, options.block_size, Notes(), state_bytes=shape.state_bytes),
+        memory_rate=options.memory_rate * 1e9,
+        disk_rate=options.disk_rate * 1e9,
     )
 
 
 def _figures(outcome: Outcome) -> dict[str, object]:
     figures = asdict(outcome)
-    chosen = sorted(figures.pop("chosen"))
+    chosen = figures.pop("chosen")
     del figures["first_tokens"]
     return {
         **figures,
         "imbalance": outcome.imbalance,
         "ttft_p50": outcome.ttft(0.5),
         "ttft_p99": outcome.ttft(0.99),
-        "choice_p50": chosen[len(chosen) // 2] if chosen else None,
-        "choice_p99": chosen[len(chosen) * 99 // 100] if chosen else None,
+        "choice_p50": quantile(chosen, 0.5) if chosen else None,
+        "choice_p99": quantile(chosen, 0.99) if chosen else None,
     }
 
 
@@ -189,8 +189,7 @@ def as_text(
         )
     rows.append(["one cache", f"{ideal:.1%}", *[""] * tiered, "1.00", *[""] * (len(rest) - 1)])
     lines = [head, *columns(rows, "<" + ">" * (len(rows[0]) - 1))]
-    chosen = sorted(outcomes[0][0].chosen)
-    if chosen:
-        p50, p99 = chosen[len(chosen) // 2], chosen[len(chosen) * 99 // 100]
+    if chosen := outcomes[0][0].chosen:
+        p50, p99 = quantile(chosen, 0.5), quantile(chosen, 0.99)
         lines.append(f"a choice took {seconds(p50)} (p50), {seconds(p99)} (p99)")
     return "\n".join(lines)
