@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from helpers.commands import Command
-from helpers.tiny_encoders import save_encoder
+from helpers.configs import ENCODER
 
 from kvik.cli.chat import HELP, Chat
 from kvik.cli.chat_backends import LocalBackend
@@ -222,8 +222,8 @@ def test_ctrl_c_at_the_prompt_only_gives_a_hint(
 def test_an_encoder_is_refused_before_it_is_loaded(
     loads: Loads, tmp_path: Path, command: Command
 ) -> None:
-    save_encoder(tmp_path, "BertModel")
-    assert command.refusal("chat", str(tmp_path)).startswith("model: ")
+    (tmp_path / "config.json").write_text(json.dumps(ENCODER))
+    assert command.refusal("chat", str(tmp_path)).startswith("model: is an encoder")
     assert loads == []
 
 

@@ -43,6 +43,10 @@ def config(
     }
 
 
+ENCODER = config(  # a tiny one
+    "BertModel", vocab=500, hidden=64, inner=128, layers=2, heads=2, kv_heads=2, positions=128
+)
+
 PUBLIC: dict[str, dict[str, Any]] = {
     **{name: dict(fields) for name, fields in public_configs().items()},
     "SmolLM3-3B": config(

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
-from helpers.tiny_encoders import save_encoder
+from helpers.configs import ENCODER
+from helpers.planned import planned
 
-from kvik.config.config import EngineConfig
 from kvik.config.model_source import find_model
 from kvik.errors import ParamError
-from kvik.launch import resolve_config
+from kvik.models.model_spec import ModelSpec
 from kvik.text.tokenizer import Tokenizer
 from kvik_bench.inprocess.jobs import (
     Requests,
@@ -48,11 +47,10 @@ def test_rounds_have_different_prompts_of_equal_lengths() -> None:
     assert first[0].prompt != replace(load, seed="1").jobs(0, 500)[0].prompt
 
 
-def test_encoders_are_refused_before_they_are_loaded(tmp_path: Path) -> None:
-    save_encoder(tmp_path, "BertModel")
-    resolved = resolve_config(EngineConfig(model=str(tmp_path), device="cpu"))
-    with pytest.raises(ParamError, match="model: "):
-        Requests(1, fixed(1, 1)).check(resolved)
+def test_encoders_are_refused_before_they_are_loaded() -> None:
+    encoder = ModelSpec.from_config(ENCODER)
+    with pytest.raises(ParamError, match="model: is an encoder"):
+        Requests(1, fixed(1, 1)).check(planned(encoder, device="cpu"))
 
 
 # Prompts that are parts of texts.
