@@ -12,10 +12,9 @@ from textwrap import wrap
 
 from kvik.cli.flags import Parser, add_model, add_option_flags, given_options
 from kvik.cli.terminal import say_answer
-from kvik.config.units import show_bytes
+from kvik.config.units import seconds, show_bytes
 from kvik.planner.advice.advise import Advice, AdviceReport, advise
 from kvik.planner.advice.reasons import Figures, Goal, most_served
-from kvik.planner.cost import seconds
 from kvik.planner.families import is_short_name
 from kvik.planner.serving import Prediction
 

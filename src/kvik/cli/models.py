@@ -7,6 +7,7 @@ import json
 
 from kvik.cli.flags import Parser
 from kvik.cli.terminal import say
+from kvik.config.units import columns
 from kvik.models.registry import ARCHITECTURES
 
 HEADER = ("models", "architecture", "files")
@@ -33,10 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         say(json.dumps(rows, indent=2))
         return 0
-    table = [HEADER, *((r["models"], r["architecture"], ", ".join(r["files"])) for r in rows)]
-    widths = [max(len(str(row[i])) for row in table) for i in range(len(HEADER))]
-    for row in table:
-        cells = (str(cell).ljust(width) for cell, width in zip(row, widths, strict=True))
-        say("  ".join(cells).rstrip())
+    table = [(str(r["models"]), str(r["architecture"]), ", ".join(r["files"])) for r in rows]
+    say("\n".join(columns([HEADER, *table], "<<<", indent=0)))
     say("\nOther causal models run through transformers, slowly: --fallback transformers")
     return 0

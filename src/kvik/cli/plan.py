@@ -11,8 +11,8 @@ import msgspec
 
 from kvik.cli.flags import Parser, add_model, add_option_flags, given_options
 from kvik.cli.terminal import say_answer
-from kvik.config.units import show_bytes
-from kvik.planner.cost import Cost, columns, count, dollars, seconds, three
+from kvik.config.units import columns, count, dollars, seconds, show_bytes, three
+from kvik.planner.cost import Cost
 from kvik.planner.plan import Division, Plan, PlannedSpeed, Question, plan
 from kvik.planner.roofline import ACTIVATION_BYTES
 from kvik.planner.speculation import SpeculationCurve

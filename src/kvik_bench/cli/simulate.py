@@ -17,9 +17,9 @@ from kvik.cli.terminal import say, say_report, share_bar
 from kvik.config.config import EngineConfig, Notes, Tiers, check_config, read_tiers
 from kvik.config.memory import StepSize
 from kvik.config.resolve import tier_sizes
+from kvik.config.units import columns, count, seconds
 from kvik.errors import ConfigError
 from kvik.options import Integer, Number, normalised, option, options_of
-from kvik.planner.cost import columns, count, seconds
 from kvik.planner.families import read_shape
 from kvik.planner.memory import MemoryPlanner
 from kvik.planner.plan import Question, check_question, find_machine, setting_of

@@ -12,11 +12,11 @@ from helpers.public_configs import public_shape
 from kvik.cli.flags import Parser, add_engine_flags, engine_options
 from kvik.config.config import EngineConfig
 from kvik.config.resolve import resolve
+from kvik.config.units import seconds
 from kvik.errors import CapacityError, ConfigError
 from kvik.planner.advice import advise
 from kvik.planner.advice.advise import ORDER, Advice, AdviceReport, advise_shape
 from kvik.planner.advice.reasons import Goal, improvement
-from kvik.planner.cost import seconds
 from kvik.planner.devices import DEVICES, Device, Setting
 from kvik.planner.families import shape_from_config
 from kvik.planner.formats import weight_format

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvik.config.speculative import DraftSource
-from kvik.config.units import show_bytes
+from kvik.config.units import seconds, show_bytes, three
 from kvik.errors import ConfigError
 from kvik.options import FORMERLY, Integer, Number, Text, normalised, option
-from kvik.planner.cost import seconds, three
 from kvik.planner.formats import arithmetic, weight_facts
 from kvik.planner.memory import MemoryPlanner
 from kvik.planner.roofline import StepTime, decode, step_time, verify
