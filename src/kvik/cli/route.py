@@ -66,9 +66,8 @@ async def _route(proxy: Proxy, listening: socket.socket) -> int:
     """Forward requests until a signal arrives; a second one does not wait for running answers."""
     stop = StopSignal()
     stop.listen()
-    starting, stopping = (
-        asyncio.ensure_future(coro) for coro in (proxy.start(), stop.requested.wait())
-    )
+    starting = asyncio.ensure_future(proxy.start())
+    stopping = asyncio.ensure_future(stop.requested.wait())
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         starting.cancel()

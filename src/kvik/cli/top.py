@@ -154,10 +154,8 @@ def steps(columns: Frame, width: int) -> tuple[Text, Text]:
     """Return a line for prompts and one for outputs: tokens of recent steps, newest at the
     right."""
     chart_width = max(1, width - 30)
-    decode, prefill = (
-        columns["decode_tokens"][-chart_width:],
-        columns["prefill_tokens"][-chart_width:],
-    )
+    decode = columns["decode_tokens"][-chart_width:]
+    prefill = columns["prefill_tokens"][-chart_width:]
     return (
         Text.assemble(("prefill ", "dim"), (sparkline(prefill), "cyan"), top_of(prefill)),
         Text.assemble(("decode  ", "dim"), (sparkline(decode), "green"), top_of(decode)),

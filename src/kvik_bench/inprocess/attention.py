@@ -119,10 +119,8 @@ class AttentionBench:
 
     def _round(self, _: int, length: int) -> PromptRun:
         parts = self.platform.parts
-        matrix, tiles = (
-            self._call(backend, length)
-            for backend in (ReferenceAttention(parts.ops), parts.backend)
-        )
+        matrix = self._call(ReferenceAttention(parts.ops), length)
+        tiles = self._call(parts.backend, length)
         memory = self._beyond(matrix), self._beyond(tiles)
         seconds = device_seconds(matrix, parts.device), device_seconds(tiles, parts.device)
         difference = float((matrix().float() - tiles().float()).abs().max())

@@ -98,21 +98,16 @@ def hop_seconds(messages: int = MESSAGES) -> tuple[float, float]:
         child = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
     with child, Connection(ours.detach()) as line:
 
-        def answered(size: int) -> Callable[[], float]:
-            data = bytes(size)
-
-            def seconds() -> float:
+        def seconds(size: int, count: int) -> float:
+            data, times = bytes(size), []
+            for _ in range(count):
                 start = time.perf_counter()
                 line.send_bytes(data)
                 line.recv_bytes()
-                return time.perf_counter() - start
+                times.append(time.perf_counter() - start)
+            return median(times)
 
-            return seconds
-
-        small, large = (
-            median(send() for _ in range(count))
-            for send, count in ((answered(SMALL), messages), (answered(LARGE), messages // 10))
-        )
+        small, large = seconds(SMALL, messages), seconds(LARGE, messages // 10)
     return small / 2, LARGE / max(1e-9, large - small)
 
 
