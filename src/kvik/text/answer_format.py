@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from kvik.errors import ConfigError, ModelError, ParamError
@@ -165,9 +166,10 @@ def answer_format(tokenizer: Tokenizer, name: str = AUTO) -> AnswerFormat:
     if name == NO_TOOLS or (name == AUTO and "tool" not in template):
         return MarkedFormat(thoughts)
     probe = Probe(template, tokenizer)
-    dialect, text_arguments = (
-        probe.result() if name == AUTO else (BY_NAME[name], probe.takes_text(BY_NAME[name]))
-    )
+    if name == AUTO:
+        dialect, text_arguments = probe.result()
+    else:
+        dialect, text_arguments = BY_NAME[name], probe.takes_text(BY_NAME[name])
     form = None if dialect is None else ToolFormat.of(dialect, tokenizer)
     return MarkedFormat(thoughts, form, text_arguments)
 
@@ -232,18 +234,16 @@ class Probe:
     def _rendered(self, tokenizer: Tokenizer) -> dict[tuple[bool, int], str]:
         """Return the rendered answers with calls, by (arguments as text, number of calls)."""
         source = (tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
+        messages = [{"role": "user", "content": _QUESTION}]
+        tools = [_described(tool) for tool in self._tools.values()]
+        refused = suppress(ModelError, ParamError)
         texts: dict[tuple[bool, int], str] = {}
-        with closing(ChatTemplate(*source)) as template:
-            messages = [{"role": "user", "content": _QUESTION}]
-            tools = [_described(tool) for tool in self._tools.values()]
-            for text_arguments in (False, True):
-                for count in (1, 2):
-                    try:
-                        prompt = template.render(messages, tools=tools)
-                        answer = _answer(_CALLS[:count], text_arguments)
-                        conversation = template.render([*messages, answer], False, tools)
-                    except (ModelError, ParamError):
-                        continue
+        with closing(ChatTemplate(*source)) as template, refused:
+            prompt = template.render(messages, tools=tools)
+            for text_arguments, count in product((False, True), (1, 2)):
+                answer = _answer(_CALLS[:count], text_arguments)
+                with refused:
+                    conversation = template.render([*messages, answer], False, tools)
                     texts[text_arguments, count] = conversation[_behind(prompt, conversation) :]
         return texts
 
