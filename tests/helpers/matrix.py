@@ -283,6 +283,21 @@ INDEXED = {  # the same, over the keys that an indexer or the layer before has c
     "indexer_types": ["full", "shared", "full"],
 }
 
+STREAMS = {  # the same over several residual streams, with sinks and gates
+    **INDEXED,
+    "architectures": ["HYV4ForCausalLM"],
+    "hc_mult": 3,
+    "learnable_sink_init": 0.5,
+}
+BLOCKS = model_config(  # blocks of keys that KV heads choose; an MLP, then experts
+    "MiniMaxM3VLForCausalLM",
+    vocab=96, hidden=64, inner=32, layers=3, heads=4, kv_heads=2, head_dim=32, positions=256,
+    rotary_dim=16, dense_intermediate_size=96, shared_intermediate_size=32, num_local_experts=6,
+    num_experts_per_tok=2, index_n_heads=2, index_head_dim=32, index_block_size=8,
+    index_topk_blocks=3, layer_types=["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"],
+    mlp_layer_types=["dense", "sparse", "sparse"], torch_dtype="float32",
+)  # fmt: skip
+
 BESIDE = model_config(  # attention and Mamba-2 in each layer
     "FalconH1ForCausalLM",
     vocab=96, hidden=32, inner=64, layers=3, heads=4, kv_heads=2, head_dim=16, positions=256,
@@ -333,7 +348,7 @@ def make_model(name: str, folder: Path) -> dict[str, object]:
     configs = {"latent": LATENT, "capped": CAPPED, "chunked": CHUNKED, "states": STATES}
     configs |= {"spaces": SPACES, "beside": BESIDE, "rows": ROWS, "indexed": INDEXED}
     configs |= {"pure": PURE, "channels": CHANNELS, "narrow": NARROW, "gpt-oss": GPT_OSS}
-    configs |= {"alibi": ALIBI}
+    configs |= {"alibi": ALIBI, "streams": STREAMS, "blocks": BLOCKS}
     config = configs.get(name, WINDOWED)
     (folder / "config.json").write_text(json.dumps(config))
     return {"model": str(folder), "load_format": "random", "seed": 3}

@@ -25,7 +25,7 @@ from kvik.errors import KvikError
 
 NAMES = (
     *("bundled", "windowed", "capped", "chunked", "latent", "states", "spaces", "beside"),
-    *("rows", "indexed", "narrow", "alibi"),
+    *("rows", "indexed", "narrow", "alibi", "streams", "blocks"),
     *("adapted capped", "adapted windowed experts"),
 )
 PLAIN: dict[str, object] = {}

@@ -111,7 +111,8 @@ CASES += [("adapted windowed", "bfloat16", BY_NAME["tp2"])]
 CASES += [("adapted capped", "bfloat16", BY_NAME["tp2 pp2, preemption, chunks"])]
 CASES += [(name, "int4", BY_NAME["pp2"]) for name in ("chunked", "latent", "indexed")]
 CASES += [
-    ("indexed", "bfloat16", BY_NAME[name])
+    (model, "bfloat16", BY_NAME[name])
+    for model in ("indexed", "blocks")
     for name in ("tp2", "tp2 pp2, preemption, chunks", "pp2, hits, chunks", "tp2, memory tier")
 ]
 CASES += [

@@ -125,7 +125,7 @@ def test_native_logprobs_have_the_same_bits_with_drafts(
 
 @needs_native
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["indexed", "alibi"])
+@pytest.mark.parametrize("name", ["indexed", "alibi", "blocks"])
 @pytest.mark.parametrize("format", ["bfloat16"])
 @pytest.mark.parametrize("drafter", EVERYWHERE)
 def test_drafts_have_keys_and_distances_of_their_own(

@@ -104,7 +104,7 @@ CASES += [
     (name, BY_NAME[column])
     for name in (
         *("windowed", "capped", "narrow", "chunked", "latent", "indexed", "adapted windowed"),
-        "alibi",
+        *("alibi", "streams", "blocks"),
     )
     for column in ("exact", "fast")
 ]
@@ -114,7 +114,7 @@ CASES += [
 ]
 CASES += [
     (name, BY_NAME["stages of groups"])
-    for name in ("capped", "latent", "indexed", "adapted capped")
+    for name in ("capped", "latent", "indexed", "streams", "blocks", "adapted capped")
 ]
 
 

@@ -85,8 +85,9 @@ def test_a_torn_page_is_detected(length: int) -> None:
     assert not is_good(page, NAME)
 
 
-def spec(heads: int, dim: int, window: int | None = None) -> KVCacheSpec:
-    return KVCacheSpec(heads, dim, 2 * heads * dim * 4)
+def spec(heads: int, dim: int, index: int = 0) -> KVCacheSpec:
+    """index: width of an indexer's key."""
+    return KVCacheSpec(heads, dim, (2 * heads * dim + index) * 4, index_bytes=index * 4)
 
 
 @pytest.mark.parametrize("format", ["auto", "int8", "fp8", "int4"])
@@ -157,7 +158,7 @@ def test_processes_write_and_read_their_parts_of_a_page(
     format: str, ranks: int, heads: int
 ) -> None:
     """Of two stages with as many ranks each. Heads shared by several ranks are in a page once."""
-    specs = stored_as([spec(heads, 16)] * 3, format)
+    specs = stored_as([spec(heads, 16), spec(heads, 16, index=8), spec(heads, 16)], format)
     groups = group_layers(specs)
     alone = allocate_kv(groups, 4, 16, torch.float32, torch.device("cpu"))
     for storage in alone.storages:
@@ -175,9 +176,10 @@ def test_processes_write_and_read_their_parts_of_a_page(
             pages.copy_in(right[None], [0], [3])
             begin, end = kv_share(heads, rank, ranks)
             for layer in stage.layers:
-                pairs = zip(cache.of(layer).tensors, alone.of(layer).tensors, strict=True)
-                for tensor, all_heads in pairs:
-                    part = all_heads[1][:, begin:end].contiguous().view(torch.uint8)
+                kv = cache.of(layer)
+                for tensor, all_heads in zip(kv.tensors, alone.of(layer).tensors, strict=True):
+                    some = slice(None) if tensor is kv.index else slice(begin, end)
+                    part = all_heads[1][:, some].contiguous().view(torch.uint8)
                     assert torch.equal(tensor[3].view(torch.uint8), part)
             before = found.copy()
             pages.copy_out([3], found[None], [0])

@@ -154,8 +154,15 @@ class HostPages:
         for layer, spec in zip(group.layers, group.specs, strict=True):
             at = first
             first += spec.bytes_per_token * share.block_size
-            for tensor in cache.of(layer).tensors if layer in local_group.layers else ():
+            if layer not in local_group.layers:
+                continue
+            kv = cache.of(layer)
+            for tensor in kv.tensors:
                 blocks = _bytes_of(tensor, heads_first=heads_first)
+                if tensor is kv.index:  # every process has all of it
+                    self._parts.append((blocks, at, at + blocks[0].size))
+                    at += blocks[0].size
+                    continue
                 head = blocks[0].size // (end - begin)  # bytes
                 self._parts.append((blocks, at + begin * head, at + end * head))
                 at += heads * head

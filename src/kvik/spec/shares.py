@@ -144,8 +144,9 @@ def cut_cache(spec: KVCacheSpec, rank: int, size: int) -> KVCacheSpec:
     """Return the cache of a layer with only the KV heads that one process reads."""
     heads = spec.num_kv_heads
     begin, end = kv_share(heads, rank, size)
-    count = end - begin
-    return replace(spec, num_kv_heads=count, bytes_per_token=spec.bytes_per_token // heads * count)
+    count, whole = end - begin, spec.index_bytes  # every process has the keys of an indexer
+    size = (spec.bytes_per_token - whole) // heads * count + whole
+    return replace(spec, num_kv_heads=count, bytes_per_token=size)
 
 
 def stages_of(
