@@ -19,6 +19,7 @@ from kvik.config.units import show_bytes
 from kvik.errors import CapacityError
 from kvik.fallback import read_spec
 from kvik.models.model_spec import ModelSpec
+from kvik.spec.kv import IndexSpec
 from kvik.spec.layers import LayerSpec
 from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.pooling import PoolingSpec
@@ -173,6 +174,17 @@ def _kinds(spec: ModelSpec) -> Sequence[tuple[LayerSpec, int]]:
     return list(Counter(spec.layers).items())
 
 
+def _chosen(index: IndexSpec | None) -> str:
+    """Return which of the keys that it sees a query reads; "": all."""
+    if index is None:
+        return ""
+    if index.span:
+        blocks = f"{index.top // index.span} blocks of {index.span}"
+        return f", of which each key/value head chooses {blocks}"
+    by = "an earlier layer" if index.shared else "an indexer"
+    return f", of which {by} chooses {index.top:,}"
+
+
 def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
     """Describe a kind of layer: the tokens it sees and its positions, or its state; and experts, or
     that it has only an MLP."""
@@ -199,14 +211,9 @@ def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
     seen = f"see {_seen(layer)}"
     if layer.latent is not None:
         seen += f" by latent vectors of {layer.latent.width}"
-        if layer.index is not None:
-            by = "an earlier layer" if layer.index.shared else "an indexer"
-            seen += f", of which {by} chooses {layer.index.top:,}"
     elif layer.kv_heads or layer.head_dim:
         seen += " by {} key/value heads of {}".format(*spec.heads(layer))
-    if layer.index is not None and layer.index.span:
-        blocks = layer.index.top // layer.index.span
-        seen += f", of which each key/value head chooses {blocks} blocks of {layer.index.span}"
+    seen += _chosen(layer.index)
     if layer.value_is_key:
         seen += ", values made of keys"
     if layer.kv_from is not None:

@@ -144,8 +144,8 @@ def cut_cache(spec: KVCacheSpec, rank: int, size: int) -> KVCacheSpec:
     """Return the cache of a layer with only the KV heads that one process reads."""
     heads = spec.num_kv_heads
     begin, end = kv_share(heads, rank, size)
-    count, whole = end - begin, spec.index_bytes  # every process has the keys of an indexer
-    size = (spec.bytes_per_token - whole) // heads * count + whole
+    count, index = end - begin, spec.index_bytes  # every process has the keys of an indexer
+    size = (spec.bytes_per_token - index) // heads * count + index
     return replace(spec, num_kv_heads=count, bytes_per_token=size)
 
 
