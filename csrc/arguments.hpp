@@ -117,8 +117,8 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     P(x) I(x_stride) P(gate) I(gate_stride) I(gate_dim) P(y) I(y_stride) I(rows) I(dim)  \
     I(by) I(wide) I(dtype)
 
-// out [rows, sums * dim] = residual + x [rows, parts * dim] weighted: sum s of row r adds, of each part p, weights[r, s *
-// parts + p] times that part. weights fp32; residual may be null.
+// out [rows, sums * dim] = residual + x [rows, parts * dim] weighted: sum s of row r adds, of each part p, weights[r, s
+// * parts + p] times that part. weights fp32; residual may be null.
 #define KVIK_ARGS_weighted_sums(P, I, F)                                                 \
     P(x) I(x_stride) P(weights) I(weights_stride) P(residual) I(residual_stride) P(out)  \
     I(out_stride) I(rows) I(parts) I(sums) I(dim) I(dtype)
@@ -134,12 +134,13 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     P(state_rows) P(pending) P(drafts) I(num_seqs) I(channels) I(width) I(silu) P(y)     \
     I(y_stride) I(dtype)
 
-// The gated delta rule over the same sequences, or, with a skip, a state space. x: queries and keys of all key
-// heads, then values of all value heads, or values, keys, queries; gates: b, then a of all value heads, or a; decay
-// and skip (or null) fp32 [value_heads]; bias as a, fp32; by_row: a head has an a for each row of its state, not one,
-// and if bound < 0 the logarithm of a decay is at least bound; by_channel: it has an a and a skip for each of its value_dim channels, and decay is [value_heads, key_dim,
-// value_dim]; state [rows, value_heads, key_dim, value_dim] fp32; log [rows, most drafts, columns of x and gates] fp32,
-// or null; y [tokens, value_heads * value_dim]. `Ops.recurrence` has the rules.
+// The gated delta rule over the same sequences, or, with a skip, a state space. x: queries and keys of all key heads,
+// then values of all value heads, or values, keys, queries; gates: b, then a of all value heads, or a; decay and skip
+// (or null) fp32 [value_heads]; bias as a, fp32; by_row: a head has an a for each row of its state, not one, and if
+// bound < 0 the logarithm of a decay is at least bound; by_channel: it has an a and a skip for each of its value_dim
+// channels, and decay is [value_heads, key_dim, value_dim]; state [rows, value_heads, key_dim, value_dim] fp32; log
+// [rows, most drafts, columns of x and gates] fp32, or null; y [tokens, value_heads * value_dim]. `Ops.recurrence` has
+// the rules.
 #define KVIK_ARGS_recurrence(P, I, F)                                                    \
     P(x) I(x_stride) P(gates) I(gates_stride) P(decay) P(bias) P(skip) I(by_row)         \
     I(by_channel) F(beta_scale) F(bound) P(state) I(state_stride) P(log) I(log_stride)   \
@@ -225,8 +226,9 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // heads, head_dim]; null: q itself. reach: 0, or a query sees up to this many keys before and after its own, where they
 // exist, and there is neither window nor tree. first_keys: null, or int32 [num_seqs]: the first key of each sequence
 // that any of its queries sees; then there is no window. chosen: null, or the keys that each token reads, as
-// `choose_keys` writes them: for each kv head, or with a stride of 0 for all heads together. slopes: null, or fp32 [heads]: slope * (position of the key - position of the query) is
-// added to a capped score, where a query counts the keys that it sees for its position on sink_keys; without reach.
+// `choose_keys` writes them: for each kv head, or with a stride of 0 for all heads together. slopes: null, or fp32
+// [heads]: slope * (position of the key - position of the query) is added to a capped score, where a query counts the
+// keys that it sees for its position on sink_keys; without reach.
 #define KVIK_ARGS_attention(P, I, F)                                                     \
     P(q) I(q_stride) P(q_rope) I(q_rope_stride) I(value_dim) P(k_cache) P(v_cache) P(k_scales) P(v_scales) P(block_table)        \
     I(table_stride) P(query_start_loc) P(seq_lens) I(num_seqs) I(heads) I(kv_heads)      \
@@ -263,15 +265,15 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     I(kept_groups) I(two_of_group) I(normalise) F(scale) F(jitter) P(each_scale)         \
     P(ids) P(weights)
 
-// y [rows, outputs] = residual + the sum over a row's experts, in ascending order, of weight * down(act(up(x))).
-// ids, weights as `route` makes them; no expert twice in a row; an id below 0 is no expert; weights null: all 1.
+// y [rows, outputs] = residual + the sum over a row's experts, in ascending order, of weight * down(act(up(x))). ids,
+// weights as `route` makes them; no expert twice in a row; an id below 0 is no expert; weights null: all 1.
 // weigh_inputs: x is multiplied by the weight, and rounded to its dtype, instead of the output of down. up, down:
 // `ExpertMatrix` [count], all of one kind; the biases of gate and up are bias_pair apart. residual (or null) and y have
-// the dtype of x, and may be the same. part 0: everything. Otherwise made [rows * active, ..], of the dtype of x, holds the intermediate
-// activations, ordered by expert, then row: part 1 computes `inner` columns of made from `inputs` columns of x; part 2
-// `outputs` columns of y from `inner` of made. Or up and down have only `owned` of `count` experts, from `first` on:
-// part 3 writes their unweighted outputs to y [rows * active, outputs] fp32, ordered by expert, then row; part 4 sums
-// the outputs that all put in `made`.
+// the dtype of x, and may be the same. part 0: everything. Otherwise made [rows * active, ..], of the dtype of x, holds
+// the intermediate activations, ordered by expert, then row: part 1 computes `inner` columns of made from `inputs`
+// columns of x; part 2 `outputs` columns of y from `inner` of made. Or up and down have only `owned` of `count`
+// experts, from `first` on: part 3 writes their unweighted outputs to y [rows * active, outputs] fp32, ordered by
+// expert, then row; part 4 sums the outputs that all put in `made`.
 #define KVIK_ARGS_experts(P, I, F)                                                       \
     P(x) I(x_stride) I(rows) P(ids) P(weights) I(weigh_inputs) I(active) I(count)        \
     I(first) I(owned) P(up) P(down) I(inputs) I(inner) I(outputs) I(activation)          \
