@@ -149,6 +149,36 @@ def test_a_request_ends_if_the_step_that_copied_its_state_fails() -> None:
     assert sim.ended[second.key].error
 
 
+def test_an_aborted_request_whose_row_failed_leaves_no_copy() -> None:
+    sim = Simulation(Setup(checkpoints=6, depth=2))
+    (request,) = sim.add(PROMPT, 12, stop_ids=frozenset())
+    while request.num_computed_tokens < 11:
+        sim.step()
+    sim.failing_row = 0  # that of the last token of the third block
+    sim.step()
+    assert sim.planned().state_copies
+    sim.end(request)  # before it is known that the row failed
+    sim.drain()
+    for hit in (8, 12):  # the second continues from the copy of the first
+        assert served(sim, [*request.token_ids, 7]).num_cached_tokens == hit
+
+
+def test_an_aborted_request_that_continued_from_a_failed_copy_leaves_no_copy() -> None:
+    sim = Simulation(Setup(checkpoints=8, depth=3, max_num_seqs=2))
+    first = served(sim, PROMPT, 7)
+    sim.add([1])
+    sim.step_fails = True
+    assert sim.planned().state_copies  # of the state at the end of the first request
+    text = [*first.token_ids, 8, 8, 8, 8]
+    (second,) = sim.add(text)
+    sim.planned()
+    assert sim.planned().state_copies  # where the blocks of the second one's prompt end
+    sim.end(second)
+    sim.drain()
+    for hit in (8, 20):
+        assert served(sim, text).num_cached_tokens == hit
+
+
 # Tiers.
 
 TIERS = Setup(checkpoints=3, num_blocks=64, tiers=(60, 0))

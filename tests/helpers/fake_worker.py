@@ -348,6 +348,7 @@ class FakeWorker:
             row = failing_row % len(plan.slots)
             errors[row] = "sampling failed"
             self.rows[plan.slots[row]].broken = True
+            self.pool[plan.slots[row]] = {}
         logprobs = self._rank(plan)
         tokens = [self._sample(plan, i) for i in range(len(plan.slots))]
         drafts = [len(self.rows[slot].drafts) for slot in plan.slots]

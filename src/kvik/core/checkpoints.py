@@ -97,8 +97,8 @@ class CheckpointTable:
     def publish(self, checkpoint: StateCheckpoint) -> None:
         """Make a finished copy findable, unless its content is in doubt."""
         request, blocks = checkpoint.request, checkpoint.num_tokens // self.block_size
-        failed = request.finish_reason is FinishReason.ERROR
-        if failed or checkpoint.num_tokens > len(request.token_ids):
+        doubted = request.is_doubted or request.finish_reason is FinishReason.ERROR
+        if doubted or checkpoint.num_tokens > len(request.token_ids):
             self.free(checkpoint.index)
             return
         hashes = request.block_hashes

@@ -845,12 +845,14 @@ class Scheduler:
         for i, (request, samples, scheduled, drafts) in enumerate(rows):
             if samples:
                 request.num_pending_tokens -= drafts + 1
+            error = errors.get(i) if errors else None
+            if error is not None:
+                request.is_doubted = True
             status = request.status
             if status is finished:
                 continue
             if status is running:
                 request.num_written_tokens += scheduled
-            error = errors.get(i) if errors else None
             if error is None:
                 try:
                     first = samples and request.first_token is None
@@ -962,13 +964,12 @@ class Scheduler:
         ):
             if samples:
                 request.num_pending_tokens -= drafts + 1
+            request.is_doubted = True
             if not request.finished:
                 deltas.append(self._finish(request, FinishReason.ERROR, now, [], error=error))
         if self.kv.checkpoints is not None:
-            for other in (step, *self.in_flight):  # later ones copy states that it did not compute
-                for copy in [c for c in other.checkpoints if c.request in step.requests]:
-                    other.checkpoints.remove(copy)
-                    self.kv.checkpoints.free(copy.index)
+            for checkpoint in step.checkpoints:
+                self.kv.checkpoints.free(checkpoint.index)
             doubted = self.kv.checkpoints.forget_copies(
                 {target - self.config.max_num_seqs for _, target in plan.state_copies}
             )
@@ -984,7 +985,10 @@ class Scheduler:
         for step in self.in_flight:
             rows |= {target for source, target in step.plan.state_copies if source in rows}
             for slot, request in zip(step.plan.slots, step.requests, strict=True):
-                if slot in rows and not request.finished:
+                if slot not in rows:
+                    continue
+                request.is_doubted = True
+                if not request.finished:
                     deltas.append(self._finish(request, FinishReason.ERROR, now, [], error=error))
         return deltas
 

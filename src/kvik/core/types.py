@@ -271,6 +271,7 @@ class Request:
     num_pending_tokens: int = 0  # sampled by steps in flight, ids not known here yet
     num_draft_tokens: int = 0  # proposed for the next step; only the worker knows the ids
     num_uncovered_tokens: int = 0  # accepted drafts of its last step, which no state covers yet
+    is_doubted: bool = False  # a row of it failed, so that no copy of its state is published
     speculation: RequestSpeculation | None = None  # so far; None: no speculation
     block_ids: list[list[int]] = field(default_factory=list)  # one table per KV group
     # Of the full blocks of token_ids; b"" for blocks that nothing will look up again.
