@@ -128,7 +128,7 @@ HEARTBEAT = b": alive\n\n"  # a comment, which clients ignore
 def event(data: bytes, name: str | None = None) -> bytes:
     """Return one event; `data` is JSON on one line."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
-    return head + b"data: " + data + b"\n\n"
+    return b"".join((head, b"data: ", data, b"\n\n"))  # copies long data once
 
 
 def json_event(value: object, name: str | None = None) -> bytes:
@@ -382,7 +382,9 @@ class StreamReply(Response):
             parts.append(self._error_event(failure))
             return b"".join(parts), True
         if last:
-            parts.append(self._form.end([g.result for g in self._generations if g.result]))
+            results = [g.result for g in self._generations if g.result]
+            num_items = sum(map(_num_logprobs, results))  # which the last events may repeat
+            parts.append(await offload(num_items, partial(self._form.end, results)))
         elif self._beat and not any(batches):
             parts.append(self._form.heartbeat)
         self._beat = False

@@ -10,10 +10,12 @@ import httpx2
 import pytest
 
 from kvik.server import responses as module
-from kvik.server.openai import chat, completions, conversation, embeddings, tokenize
+from kvik.server.openai import chat, completions, conversation, embeddings, responses, tokenize
 from kvik.server.responses import offload
+from kvik.server.stored_responses import ResponseStore
 
 TALK = {"messages": [{"role": "user", "content": "A dog"}] * 3, "max_tokens": 4}
+ASKED = {"input": "A dog", "max_output_tokens": 4, "include": ["message.output_text.logprobs"]}
 
 
 def test_long_work_is_done_in_a_thread() -> None:
@@ -48,6 +50,8 @@ def test_long_work_is_done_in_a_thread() -> None:
             "/v1/completions",
             {"prompt": "A dog", "echo": True, "logprobs": 2, "stream": True},
         ),
+        (responses.ResponseEvents, "complete", "/v1/responses", ASKED),
+        (responses.ResponseEvents, "end", "/v1/responses", {**ASKED, "stream": True}),
         (completions, "_echo", "/v1/completions", {"prompt": [5, 6, 7], "echo": True}),
         (conversation, "_plain", "/v1/chat/completions", TALK),
         (conversation, "_plain", "/tokenize", {"messages": TALK["messages"]}),
@@ -80,3 +84,19 @@ def test_which_work_this_is(
     answer = http.post(path, json=body)
     assert answer.status_code == 200, answer.text
     assert seen and "http-server" not in seen
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_is_stored_by_the_event_loop(
+    http: httpx2.Client, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    seen, genuine = [], ResponseStore.add
+
+    def add(*arguments: Any) -> None:
+        seen.append(threading.current_thread().name)
+        genuine(*arguments)
+
+    monkeypatch.setattr(module, "INLINE_ITEMS", 2)
+    monkeypatch.setattr(ResponseStore, "add", add)
+    assert http.post("/v1/responses", json={**ASKED, "stream": stream}).status_code == 200
+    assert seen == ["http-server"]

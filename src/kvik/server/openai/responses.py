@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +23,7 @@ from kvik.core.types import TokenLogprobs
 from kvik.engine.output import RequestOutput, TextDelta
 from kvik.errors import ParamError
 from kvik.server.errors import HttpError, rename_fields
-from kvik.server.openai.answers import TokenLogprob, TokenNames, usage_of
+from kvik.server.openai.answers import TokenNames, usage_of
 from kvik.server.openai.chat import ChatRequest, Effort, effort_variables, own_limit
 from kvik.server.openai.conversation import (
     CalledFunction,
@@ -39,6 +41,7 @@ from kvik.server.openai.requests import (
     generation_request,
 )
 from kvik.server.responses import (
+    CHUNK_ITEMS,
     ResponseFormat,
     generation_response,
     json_event,
@@ -310,13 +313,14 @@ class OutputItem:
     name: str = ""
     namespace: str | None = None
     text: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[bytes] = field(default_factory=list)  # as JSON: several events have them
 
     def part(self, text: str) -> dict[str, Any]:
         """Return the content part of a message or a thought."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self.logprobs}
+        logprobs = _joined(self.logprobs)
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def shown(self, status: str) -> dict[str, Any]:
         """Return the item in the API's format."""
@@ -333,6 +337,11 @@ class OutputItem:
         if self.kind == "custom_tool_call":
             return item | called | {"input": _custom_input(text)}
         return item | called | {"arguments": text}
+
+
+def _joined(elements: Sequence[bytes]) -> msgspec.Raw:
+    """Return a list of these elements, each one or more in JSON with commas in between."""
+    return msgspec.Raw(b"[" + b",".join(elements) + b"]")
 
 
 MAX_ESCAPE = 6  # characters of a JSON escape
@@ -403,13 +412,17 @@ async def responses(server: Server, request: Request, body: ResponsesRequest) ->
     if use is not None and params.logprobs is not None:
         raise ParamError("include", f"may not have {LOGPROBS!r} together with tools")
     stored, keep = StoredResponse(server.stored.new_id(), previous), None
+    loop, thread = asyncio.get_running_loop(), threading.get_ident()
     if server.stored.max_bytes and body.store is not False:
         items = input_items(body)
         stored.input_items = await offload(len(items), partial(_encoded, items))
 
         def keep(response: ResponseObject) -> None:
             stored.response = msgspec.json.encode(response)
-            server.stored.add(tenant, stored)
+            if threading.get_ident() == thread:
+                server.stored.add(tenant, stored)
+            else:  # by the event loop, before it continues with the result of `offload`
+                loop.call_soon_threadsafe(server.stored.add, tenant, stored)
 
     answer = AnswerForm.behind(prompt, texts.form, use, anew=True)
     params = answer.constrained(params)
@@ -654,7 +667,7 @@ class ResponseEvents(ResponseFormat):
         }
         self._parser = answer.parser()
         self._names = names
-        self._logprobs: list[TokenLogprob] = []  # that belong to no item yet
+        self._logprobs: list[bytes] = []  # as JSON, those that belong to no item yet
         self._items: list[OutputItem] = []
         self._streamed = False  # its items come from the events
         self._number = 0
@@ -765,17 +778,20 @@ class ResponseEvents(ResponseFormat):
             event["content_index"] = 0
         if kind.startswith("response.output_text"):
             taken = self._take_logprobs()
-            event["logprobs"] = item.logprobs if kind.endswith(".done") else taken
+            event["logprobs"] = _joined(item.logprobs if kind.endswith(".done") else taken)
         return event | fields
 
     def _add_logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> None:
-        if self._params.logprobs is not None:
-            self._logprobs += self._names.chat(logprobs or ()).content
+        if logprobs is None or self._params.logprobs is None:
+            return
+        for first in range(0, len(logprobs), CHUNK_ITEMS):  # other threads run in between
+            chunk = self._names.chat(logprobs[first : first + CHUNK_ITEMS]).content
+            self._logprobs.append(msgspec.json.encode(chunk)[1:-1])
 
-    def _take_logprobs(self) -> list[TokenLogprob]:
+    def _take_logprobs(self) -> list[bytes]:
         """Return the log probabilities that belong to no item, and add them to the current one if
         it is a message."""
-        taken: list[TokenLogprob] = []
+        taken: list[bytes] = []
         if self._items and self._items[-1].kind == "message":
             taken, self._logprobs = self._logprobs, taken
             self._items[-1].logprobs += taken
