@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 from helpers.grammars import STOP, UNKNOWN, allowed, matcher, structure, tokens_of
@@ -208,6 +210,18 @@ def test_what_the_first_grammar_needs_is_prepared_in_parts(tokenizer: Tokenizer)
     assert hopeless._part is failed  # it does not try again
     with pytest.raises(ParamError, match="needs a tokenizer"):
         hopeless.matcher(checked({"regex": "a"}, tokenizer), [])
+
+
+def test_an_idle_engine_survives_without_a_thread_for_grammars(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, constraint = grammars(tokenizer), checked({"regex": "a"}, tokenizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("no new thread")))
+        built.prepare()
+        with pytest.raises(RuntimeError, match="no new thread"):
+            built.begin(constraint)
+    assert built.begin(constraint).result(30)
 
 
 def test_a_grammar_asked_for_again_outlives_others(

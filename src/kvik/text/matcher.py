@@ -9,6 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -162,7 +163,7 @@ class BuiltGrammars(Grammars):
         """See `Grammars.prepare`."""
         part = self._part
         if self._vocabulary is None and (part is None or (part.done() and not part.exception())):
-            with self._lock:
+            with self._lock, suppress(RuntimeError):  # the system gives no thread now
                 self._part = self._thread().submit(self._load_part)
 
     def begin(self, constraint: Constraint) -> Future[object]:
