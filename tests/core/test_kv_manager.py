@@ -18,6 +18,7 @@ from kvik.core.kv_manager import KVCacheManager
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import Request, RequestStatus
 from kvik.spec.kv import group_layers
+from kvik.spec.visible_keys import Budget
 
 Content = tuple[int, str, tuple[int, ...]]  # KV group, salt, all tokens up to the block's end
 
@@ -344,6 +345,25 @@ def test_a_fork_needs_a_block_for_its_copy() -> None:
     assert match.num_tokens == 2
     assert kv.demand(match, 4, 4) <= kv.pool.num_free
     assert kv.demand(match, 5, 4) > kv.pool.num_free
+
+
+def test_a_cut_takes_no_block_that_the_same_plan_copies() -> None:
+    """The copy comes after the cut."""
+    kv = manager(6, windows=(Budget(4, 1, 2, 4),))
+    first, cut = new_request([1, 2, 3, 4, 5, 6]), new_request([9] * 6)
+    again = new_request([*first.token_ids, 7])
+    first.num_prompt_tokens = again.num_prompt_tokens = 3  # so these are not cut
+    again.num_kept_tokens = 6
+    start(kv, first)
+    kv.commit_rest(first)
+    kv.free(first)
+    start(kv, cut)
+    match = kv.match(again)
+    assert match.num_tokens == 6
+    ((source, _),) = kv.admit(again, match, 7) or ()
+    assert kv.pool.num_free == 1 and kv.extend(cut, 7) is None
+    assert kv.take_cuts() == []  # the next plan may take it
+    assert kv.extend(cut, 7) and source in cut.block_ids[0]
 
 
 def test_blocks_outside_the_window_are_freed_before_allocation() -> None:

@@ -71,6 +71,8 @@ class KVCacheManager:
         self._slides = any(visible.slides for visible in self._visible)
         self._cuts: list[BudgetCut] = []  # since they were taken
         self.cut_blocks: list[int] = []  # that they read, and that may be free already
+        # Sources of copies since then: a cut comes before them, so it may not take these blocks.
+        self._sources: list[int] = []
         # If all layers see the same keys, the blocks of a token are released together.
         self._releases_tokens = len(set(self._visible)) == 1 and self._slides
 
@@ -181,9 +183,11 @@ class KVCacheManager:
                     continue
                 ids[-1] = self._allocate(1)[0]
                 copies.append((source, ids[-1]))
-                self.pool.release((source,))
+                self._sources.append(source)
         for ids in request.block_ids:
             ids.extend(self._allocate(length - len(ids)))
+        if not self._budgets:
+            self._release_sources()
         request.num_computed_tokens = request.num_written_tokens = match.num_tokens
         request.num_shared_tokens = match.num_shared
         request.num_committed_blocks = match.num_tokens // self.block_size
@@ -313,7 +317,12 @@ class KVCacheManager:
         """Return the cuts since the last call, which the worker makes before the next forward."""
         cuts, self._cuts = self._cuts, []
         self.cut_blocks.clear()
+        self._release_sources()
         return cuts
+
+    def _release_sources(self) -> None:
+        self.pool.release(self._sources)
+        self._sources.clear()
 
     def num_public(self, request: Request, blocks: int) -> int:
         """Return how many of the first `blocks` blocks others may share once they are computed.
