@@ -17,7 +17,7 @@ from kvik.core.config import TierSizes
 from kvik.core.moves import LOAD_SECONDS, MAX_LOADS
 from kvik.core.plan import DISK, MEMORY, Moved, SchedulerOutput
 from kvik.core.tier_index import TierIndex
-from kvik.core.types import FinishReason, RequestStatus
+from kvik.core.types import FinishReason, PageSource, RequestStatus
 
 SETUP = Setup(num_blocks=12, budget=64, max_model_len=48, tiers=(64, 0))
 PROMPT = [0, 1, 2] * 11 + [0]  # 8 full blocks and two tokens
@@ -273,6 +273,24 @@ def test_loads_of_a_failed_plan_are_repeated() -> None:
     sim.step()
     sim.drain()
     assert request.num_cached_tokens == 32
+
+
+def test_a_source_of_a_failed_plan_is_left_if_its_request_has_ended() -> None:
+    """Else its lease would be renewed for ever."""
+    sim = Simulation(replace(SETUP, peers=True, depth=2))
+    sim.add([1, 2], 20, stop_ids=frozenset())
+    sim.plan()
+    sim.deliver()
+    source = PageSource("peer", 1, "lease", 8)
+    (request,) = sim.add(PROMPT, 3, source=source)
+    sim.step_fails = True
+    assert sim.planned().sources == [source]
+    sim.end(request)
+    assert sim.planned().left_sources == [source]
+    sim.deliver()
+    again = sim.planned()
+    assert again.sources == again.left_sources == [source]
+    sim.drain()
 
 
 def test_concurrent_loads_are_bounded() -> None:

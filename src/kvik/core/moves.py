@@ -137,6 +137,7 @@ class Moves:
         self._lent: list[tuple[str, list[tuple[PageKey, bytes]]]] = []  # begin with the next plan
         self._new_leases: list[PageLease] = []
         self._ended_leases: list[str] = []
+        self._wanted: set[PageSource] = set()  # of requests that have not started
         self._sources: list[PageSource] = []  # not sent to the worker yet
         self._left_sources: list[PageSource] = []
         self._scanning = sizes.disk > 0  # the disk tier is still listing what it had at the start
@@ -319,6 +320,7 @@ class Moves:
         if PEER not in self.index.tiers:
             request.source = None
         elif request.source is not None:
+            self._wanted.add(request.source)
             self._sources.append(request.source)
             request.num_kept_tokens = request.source.num_tokens
 
@@ -421,7 +423,9 @@ class Moves:
         doubted = [name for name, keys in self.leases.items() if not lost.isdisjoint(keys)]
         self._end_leases([*plan.ended_leases, *(lease.name for lease in plan.leases), *doubted])
         self._sources += plan.sources
-        self._left_sources += plan.left_sources
+        # A later plan may have left some before the worker knew them.
+        gone = [source for source in plan.sources if source not in self._wanted]
+        self._left_sources += [*plan.left_sources, *gone]
         for store in plan.stores:
             self.index.lose(store.key, MEMORY)
             self.index.lose(store.key, DISK)
@@ -500,6 +504,7 @@ class Moves:
     def _leave_source(self, request: Request) -> None:
         """Note that a request needs no pages of another engine (any more)."""
         if request.source is not None:
+            self._wanted.discard(request.source)
             self._left_sources.append(request.source)
             request.source = None
 
