@@ -107,6 +107,19 @@ def test_nothing_is_left_to_the_reference(ops: Ops) -> None:
     assert shared == {"add", "clipped", "joined", "owned"}  # one launch of torch, or none
 
 
+@pytest.mark.parametrize("activation", ["relu", "relu_squared", "clamped_swiglu", "tanh", "top"])
+def test_activations_keep_nan(ops: Ops, activation: Any) -> None:
+    x = torch.ones(2, 8, device=device())
+    x[1, 2] = torch.nan
+    if activation == "top":  # of the row's mean
+        y = ops.activate_top(x, "gelu_tanh_and_mul", 0.5)
+        assert y[1].isnan().all()
+    else:
+        y = ops.activate(x, activation)
+        assert y[1, 2].isnan()
+    assert not y[0].isnan().any()
+
+
 def test_nan_is_the_largest(ops: Ops) -> None:
     logits = torch.zeros(4, 5000, device=device())  # two chunks
     logits[0, 0] = logits[1, 4999] = torch.nan

@@ -59,6 +59,12 @@ def capped(x, cap):
 
 
 @triton.jit
+def above_zero(x):
+    """max(0, x), and NaN of NaN, of which `tl.maximum` makes 0 on a GPU."""
+    return tl.where(x < 0.0, 0.0, x)
+
+
+@triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
     """Apply an activation, numbered as in `ACTIVATIONS`, to fp32; for a paired one, to the gate."""
     if ACTIVATION == 1:
@@ -68,9 +74,9 @@ def activated(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION // 2 == 2:
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == 6:
-        x = tl.maximum(x, 0.0)
+        x = above_zero(x)
     elif ACTIVATION == 8:
-        x = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+        x = above_zero(x) * above_zero(x)
     elif ACTIVATION == CLAMPED:
         x = tl.where(x > LIMIT, LIMIT, x)
         x = x * sigmoid(x * SLOPE)

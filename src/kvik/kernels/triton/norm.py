@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.triton.activation import activated, factor_of, sigmoid
+from kvik.kernels.triton.activation import above_zero, activated, factor_of, sigmoid
 from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
 from kvik.kernels.weights import ACTIVATIONS, Activation
 
@@ -111,7 +111,7 @@ def activate_top_kernel(
     gate = tl.load(x + there, mask=mask, other=0.0).to(tl.float32)
     centred = tl.where(mask, gate - (tl.sum(gate, 1) / dim)[:, None], 0.0)
     std = tl.sqrt(tl.sum(centred * centred, 1) / dim)
-    top = activated(tl.maximum(centred - deviations * std[:, None], 0.0), ACTIVATION)
+    top = activated(above_zero(centred - deviations * std[:, None]), ACTIVATION)
     up = tl.load(x + there + dim, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + own, (top * factor_of(up, ACTIVATION)).to(out.dtype.element_ty), mask=mask)
 
