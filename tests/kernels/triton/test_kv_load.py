@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from helpers.optional_triton import device
 
-from kvik.kernels.triton.kv_load import load_vectors, stored
+from kvik.kernels.triton.kv_load import load_vectors, query_factors, stored
 
 N = 16
 VECTORS = tl.constexpr(4)  # per block
@@ -58,3 +58,16 @@ def test_numbers_are_exact(kind: str, dim: int, dtype: tl.dtype) -> None:
     out = torch.empty(N, 32, device=device())
     load_kernel[(1,)](stored(cache.to(device())), zeros.to(device()), out, N, dtype, kind, dim, 32)
     assert torch.equal(out[:, :dim].cpu(), numbers) and not out[:, dim:].any()
+
+
+@triton.jit
+def factors_kernel(x, out, N: tl.constexpr):
+    n = tl.arange(0, N)
+    tl.store(out + n, query_factors(tl.load(x + n), "fp8").to(tl.float32))
+
+
+def test_factors_of_queries_are_limited_and_keep_nan() -> None:
+    x = torch.tensor([1.5, 1e30, -torch.inf, torch.nan], dtype=torch.bfloat16, device=device())
+    out = torch.empty(4, device=device())
+    factors_kernel[(1,)](x, out, 4)
+    assert out[:3].tolist() == [1.5, 65504.0, -65504.0] and out[3].isnan()

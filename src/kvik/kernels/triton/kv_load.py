@@ -77,7 +77,7 @@ def query_factors(x, KIND: tl.constexpr):
     """Convert queries to factors of `product`, with the largest of fp16 for what exceeds it."""
     TYPE: tl.constexpr = factor_type(x.dtype, KIND)
     if x.dtype != TYPE:
-        x = tl.minimum(tl.maximum(x.to(tl.float32), -65504.0), 65504.0)
+        x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
     return operand(x, TYPE)
 
 
