@@ -529,9 +529,10 @@ def _inside(kind: inspect.Type, name: str) -> Sequence[inspect.Type]:
     elif isinstance(kind, inspect.DictType):
         fields = {"[": kind.value_type}
     inner = fields.get(name)
-    if isinstance(inner, inspect.UnionType):
-        return inner.types
-    return () if inner is None else (inner,)
+    if inner is None:
+        return ()
+    types = inner.types if isinstance(inner, inspect.UnionType) else (inner,)
+    return [kind.type if isinstance(kind, inspect.Metadata) else kind for kind in types]
 
 
 def _too_large(limits: BodyLimits) -> HttpError:

@@ -76,13 +76,15 @@ def test_dimensions_are_the_models(client: openai.OpenAI) -> None:
         ([[1], [1] * 513], "input[1]", "context length is 512"),
         (["a", "word " * 9000], "input[1]", "context length is 512"),
         (["a"] * 2049, "input", "at most 2048"),
+        ({"pooling": "sum"}, "pooling", 'allowed: "cls", "last", "max", "mean"'),
     ],
     ids=lambda value: str(value)[:30],
 )
 def test_errors_name_the_field_as_given(
     http: httpx2.Client, given: Any, param: str, allowed: str
 ) -> None:
-    answer = http.post("/v1/embeddings", json={"input": given})
+    body = {"input": TEXTS, **given} if isinstance(given, dict) else {"input": given}
+    answer = http.post("/v1/embeddings", json=body)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == param
