@@ -51,6 +51,7 @@ def answers(tmp_path: Path) -> dict[str, Any]:
         ([entry("a"), "", '{"custom_id": "b", "body": {}}'], ["line 3", "url"]),
         ([entry("a"), '{"custom_id": "b", "url": "/", "body": []}'], ["line 2", "body"]),
         ([entry("a").replace("POST", "GET")], ["line 1", "method"]),
+        (['{"method": "POST", "url": "/", "body": {}}'], ["line 1", "custom_id"]),
         ([entry("a"), '{"custom_id": '], ["line 2"]),
         (['{"messages": [{"custom_id": "a"}]}', '{"prompt": 1}'], ["line 2", "prompt"]),  # no batch
     ],
@@ -102,7 +103,8 @@ def test_each_line_is_answered_as_by_the_server(
     bad = {"nowhere": 404, "stream": 400, "anthropic": 400, "bad": 400, "rerank": 400}
     good = dict.fromkeys(("chat", "json", "text", 'ü"\n', "response"), 200)
     assert statuses == {**good, **bad}
-    assert found["stream"]["body"]["error"]["param"] == "stream"
+    refused = found["stream"]["body"]["error"]
+    assert refused["param"] == "stream" and refused["message"].startswith("stream: must be false")
     assert found["anthropic"]["body"]["type"] == "error"
     assert found["bad"]["body"]["error"]["param"] == "top_p"
 

@@ -358,7 +358,7 @@ def _is_of_batch(text: str) -> bool:
     """Return whether a line is a request in the format of OpenAI's Batch API."""
     with suppress(ValueError, RecursionError):
         value = json.loads(text)
-        return isinstance(value, dict) and "custom_id" in value
+        return isinstance(value, dict) and ("custom_id" in value or value.keys() >= {"url", "body"})
     return False
 
 

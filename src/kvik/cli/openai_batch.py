@@ -93,7 +93,7 @@ async def answer_all(
 async def _answer(engine: AsyncLLM, app: ASGIApp, entry: BatchRequest) -> dict[str, Any]:
     """Return a line in the format of OpenAI's output files."""
     if entry.body.get("stream"):
-        refusal = HttpError(400, "must be false in a batch", "stream")
+        refusal = HttpError(400, "stream: must be false in a batch", "stream")
         app = refusal.response(anthropic=in_messages(entry.url))
     for pause in chain(PAUSES, repeat(PAUSES[-1])):
         start, *rest = await _post(app, entry)
