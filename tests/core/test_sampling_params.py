@@ -63,7 +63,7 @@ def test_a_bad_value_is_refused_in_one_line_that_names_its_field(name: str) -> N
         ("top_k", (-1, 0, 2**31 - 1)),
         ("top_p", (1, 1e-9)),
         ("min_p", (1,)),
-        ("repetition_penalty", (10,)),
+        ("repetition_penalty", (1e-3, 10)),
         ("logit_bias", (MappingProxyType({0: -100, 2**31 - 1: 100}),)),
         ("allowed_token_ids", ((0,),)),
         ("max_tokens", (None,)),

@@ -18,7 +18,7 @@ BAD: Mapping[str, list[Any]] = {
     "typical_p": [0, 1.5],
     "presence_penalty": [-2.1, 2.1],
     "frequency_penalty": [-2.1, 2.1],
-    "repetition_penalty": [0, -1, 10.1],
+    "repetition_penalty": [0, -1, 9e-4, 10.1],
     "dry_multiplier": [-0.1, 100.5, "x"],
     "dry_base": [0.9, 101],
     "dry_allowed_length": [0, 1.5],

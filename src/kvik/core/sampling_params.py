@@ -322,7 +322,7 @@ class SamplingParams(metaclass=_OtherNames):
     )
     repetition_penalty: float = _parameter(
         1.0,
-        Number(0, 10, above=True),
+        Number(1e-3, 10),  # logits that are divided by a smaller one may overflow
         "divides (multiplies negative) logits of tokens of the prompt and the output (Keskar et "
         "al. 2019)",
         alias="repeat_penalty",
