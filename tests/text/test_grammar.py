@@ -235,6 +235,7 @@ def test_other_constraints(given_: object, texts: list[str], others: list[str]) 
         ({"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, "nsatisfiable"),
         ({"json": {"$ref": "#/$defs/a"}}, "a"),
         ({"json": {"$ref": "http://example.com"}}, "leads out of the schema"),
+        ({"json": {"$ref": "#"}}, "allows no text at all$"),
         ({"json": {"const": 2**53 + 1}}, "9007199254740993"),
         ({"json": {"items": {"enum": [{"a": [-(2**63)]}]}}}, "9223372036854775808"),
         ({"json": {"minimum": math.inf}}, "minimum"),

@@ -283,8 +283,14 @@ class GrammarVocabulary:
             if not matcher.is_error() and not forced and not any(mask):
                 raise ParamError(FIELD, "allows no text at all")
         if matcher.is_error():
-            raise ParamError(FIELD, brief(matcher.get_error()))
+            raise ParamError(FIELD, problem(matcher))
         return matcher
+
+
+def problem(matcher: Any) -> str:
+    """Return in a few words why a matcher has failed."""
+    text = brief(matcher.get_error()).removesuffix(" <non-verbose/>")
+    return "allows no text at all" if text == "NoExtensionBias" else text
 
 
 class _Encoder:

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvik.core.structured import Constraint, Grammars, TextMatcher
-from kvik.errors import ParamError, brief
-from kvik.text.grammar import FIELD, GrammarVocabulary, TokenBytes, library
+from kvik.errors import ParamError
+from kvik.text.grammar import FIELD, GrammarVocabulary, TokenBytes, library, problem
 
 if TYPE_CHECKING:
     from kvik.text.tokenizer import Tokenizer
@@ -130,7 +130,7 @@ class GrammarMatcher(TextMatcher):
 
 
 def _cannot_continue(matcher: Any) -> str:
-    return f"the grammar cannot continue: {brief(matcher.get_error())}"
+    return f"the grammar cannot continue: {problem(matcher)}"
 
 
 def _bit(token: int) -> int:
