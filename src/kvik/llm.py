@@ -32,7 +32,7 @@ from kvik.engine.output import (
 )
 from kvik.engine.stats import EngineStats
 from kvik.engine.thread import Call, EngineThread
-from kvik.errors import ConfigError, ParamError, shown
+from kvik.errors import ConfigError, KvikError, ParamError, shown
 from kvik.launch import resolve_config, start
 from kvik.model_files import model_files
 from kvik.options import options_of, unknown
@@ -543,10 +543,18 @@ class LLM:
     ) -> list[EngineRequest]:
         priorities = self._priorities(len(prompts), priority)
         per_prompt = self._params_for(len(prompts), params)
-        return [
-            self._request(prompt, p, add_special_tokens=add_special_tokens, priority=urgency)
-            for prompt, p, urgency in zip(prompts, per_prompt, priorities, strict=True)
-        ]
+        requests = list[EngineRequest]()
+        for prompt, p, urgency in zip(prompts, per_prompt, priorities, strict=True):
+            try:
+                request = self._request(
+                    prompt, p, add_special_tokens=add_special_tokens, priority=urgency
+                )
+            except KvikError as error:
+                if len(prompts) > 1 and error.field == "prompt":
+                    error.field = f"prompt[{len(requests)}]"
+                raise
+            requests.append(request)
+        return requests
 
     def _outputs(
         self, prompts: Sequence[PlainPrompt], requests: Sequence[EngineRequest]
