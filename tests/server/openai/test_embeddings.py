@@ -17,7 +17,9 @@ TEXTS = ["A small dog ran in the park.", "The big dog played outside.", "I ate s
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_vectors_are_those_of_the_library(client: openai.OpenAI, llm: LLM, pooling: str) -> None:
-    answer = client.embeddings.create(model=MODEL, input=TEXTS, extra_body={"pooling": pooling})
+    answer = client.embeddings.create(
+        model=MODEL, input=TEXTS, extra_body={"pooling": pooling, "normalize": True}
+    )
     expected = llm.embed(TEXTS, pooling=pooling)
     assert [one.index for one in answer.data] == [0, 1, 2]
     for one, whole in zip(answer.data, expected, strict=True):
@@ -76,6 +78,8 @@ def test_dimensions_are_the_models(client: openai.OpenAI) -> None:
         ([[1], [1] * 513], "input[1]", "context length is 512"),
         (["a", "word " * 9000], "input[1]", "context length is 512"),
         (["a"] * 2049, "input", "at most 2048"),
+        ({"normalize": False}, "normalize", "is not honoured: vectors have length 1"),
+        ({"late_chunking": True}, "late_chunking", "one by one"),
         ({"pooling": "sum"}, "pooling", 'allowed: "cls", "last", "max", "mean"'),
     ],
     ids=lambda value: str(value)[:30],

@@ -108,6 +108,8 @@ def test_scores_of_pairs(http: httpx2.Client, scores: list[float]) -> None:
         ("/v1/rerank", {"query": "w1", "documents": ["w1"] * 2049}, "documents"),
         ("/v1/rerank", {"query": "w1", "documents": ["w2", words(200)]}, "documents[1]"),
         ("/v1/rerank", {"query": "w1", "documents": ["w2"], "instruction": "w3"}, "instruction"),
+        ("/v1/rerank", {"query": "w", "documents": ["w"], "activation": False}, "activation"),
+        ("/v1/score", {"text_1": "w1", "text_2": "w2", "use_activation": False}, "use_activation"),
         ("/v1/score", {"text_1": ["w1"] * 2, "text_2": ["w1"] * 3}, "text_2"),
         ("/v1/embeddings", {"input": "w1"}, "model"),
         ("/v1/completions", {"prompt": "w1"}, "model"),

@@ -40,6 +40,7 @@ from kvik.text.pooled_inputs import (
 )
 
 MAX_INPUTS = 2048
+_UNIT = "vectors have length 1"
 
 
 class EmbeddingRequest(Struct, kw_only=True):
@@ -68,7 +69,19 @@ class EmbeddingRequest(Struct, kw_only=True):
     metadata: Any = None
 
 
-EMBEDDING: Table = {"messages": ((), "give input")}
+# Fields of vLLM, llama.cpp, TEI, Jina, Voyage and Cohere.
+EMBEDDING: Table = {
+    "messages": ((), "give input"),
+    **dict.fromkeys(("normalize", "use_activation"), ((True,), _UNIT)),
+    "embd_normalize": ((2,), _UNIT),
+    **dict.fromkeys(("input_type", "task"), (("",), "give prompt_name")),
+    "output_dimension": ((), "give dimensions"),
+    **dict.fromkeys(("embedding_type", "output_dtype"), (("float",), "give encoding_format")),
+    "embed_dtype": (("float32",), "numbers have 32 bits"),
+    "endianness": (("native", "little"), "bytes are in little-endian order"),
+    "late_chunking": ((False,), "inputs are embedded one by one"),
+    "truncate": ((False, "NONE"), "give truncate_prompt_tokens"),
+}
 
 
 class EmbeddingItem(Struct):

@@ -104,6 +104,7 @@ class ScoreList(Struct, kw_only=True):
 UNHONOURED: Table = {
     "max_tokens_per_doc": ((), "give truncate_prompt_tokens"),
     "max_chunks_per_doc": ((1,), "documents are not divided"),
+    **dict.fromkeys(("activation", "use_activation"), ((True,), "the model's files say which")),
 }
 
 
