@@ -413,6 +413,9 @@ def test_fields_of_other_engines_are_refused_by_name(locked: Site, path: str) ->
         (TEXT, "max_completion_tokens", 5, None),
         (TEXT, "suffix", "the end", ""),
         (CHAT, "enable_thinking", False, None),
+        (CHAT, "thinking", {"type": "disabled"}, {}),
+        (CHAT, "instructions", "Be brief.", ""),
+        (CHAT, "text", {"format": {"type": "json_object"}}, {"format": {"type": "text"}}),
     ],
 )
 def test_fields_of_other_routes_are_refused_by_name(

@@ -61,7 +61,7 @@ from kvik.server.responses import (
 from kvik.server.route import caller_of, post, routes_of
 from kvik.server.server import Server
 from kvik.server.tools import PLAIN_ANSWER, AnswerForm, check_budget
-from kvik.server.unhonoured import SAMPLING, Table
+from kvik.server.unhonoured import SAMPLING, STRUCTURED, Table
 from kvik.text.answer_format import AnswerFormat, AnswerReader
 from kvik.text.tokenizer import Tokenizer
 from kvik.text.tool_calls import AnswerDelta
@@ -94,6 +94,9 @@ CHAT: Table = {
     "modalities": ((["text"], []), MEDIA),
     "audio": ((), MEDIA),
     "enable_thinking": ((), "put it into chat_template_kwargs"),
+    **dict.fromkeys(("reasoning", "thinking"), (({},), "give reasoning_effort")),
+    **dict.fromkeys(("instructions", "system"), (("", []), "give a message of the role system")),
+    "text": (({}, {"format": {"type": "text"}}), STRUCTURED),
     "verbosity": (("medium",), "is not supported"),
     "web_search_options": ((), "there is no search"),
     "documents": (([],), "put them into a message"),
