@@ -141,9 +141,9 @@ def test_an_operator_loads_and_unloads_them(site: Site, path: str) -> None:
     assert ask(site.server, "GET", "/v1/models/mate").json["parent"] == NAMES[0]
     assert text("mate") == text("pirate") != text("org/poet")
     wrong = [
-        ({**loading, name: NAMES[1]}, "name"),
-        (loading, "name"),
-        ({**loading, name: "a=b"}, "name"),
+        ({**loading, name: NAMES[1]}, name),
+        (loading, name),
+        ({**loading, name: "a=b"}, name),
         ({**loading, name: "other", folder: "/nowhere"}, "adapters"),
         ({**loading, name: "other"}, "adapters"),  # no slot is free
         ({name: "other"}, folder),

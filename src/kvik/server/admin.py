@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvik.config.server_config import ServerConfig
+from kvik.errors import KvikError
 from kvik.server.app import App
 from kvik.server.errors import HttpError
 from kvik.server.health import ENDPOINTS as HEALTH
@@ -102,7 +103,12 @@ async def drain_replica(server: Server, request: Request, body: DrainRequest) ->
 
 @post("/admin/adapters/load", answer=Done, note="Let requests choose another adapter.")
 async def load(server: Server, request: Request, body: LoadLora) -> Response:
-    await server.load_adapter(body.lora_name, body.lora_path)
+    try:
+        await server.load_adapter(body.lora_name, body.lora_path)
+    except KvikError as error:
+        if error.field == "name":  # of an adapter
+            error.field = "lora_name"
+        raise
     return json_response(Done())
 
 
