@@ -144,6 +144,11 @@ MESSAGES: Table = {
     **COUNT,
     "chat_template": ((), "the template is the model's own"),
     "chat_template_kwargs": (({},), _ELSEWHERE),
+    **dict.fromkeys(
+        ("enable_thinking", "reasoning", "reasoning_effort"),
+        (({},), "give thinking or output_config.effort"),
+    ),
+    "instructions": (("",), "give system"),
     "container": ((), "there are no containers"),
     "thread": ((), NOTHING_KEPT),
     "stop": (([], ""), "give stop_sequences"),

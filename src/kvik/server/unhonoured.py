@@ -116,6 +116,7 @@ SAMPLING: Table = {
     "min_new_tokens": (_OFF, "give min_tokens"),
     "min_length": (_OFF, "give min_tokens"),
     "stop_regex": (("", []), "give stop"),
+    "stop_strings": (("", []), "give stop"),
     "stop_sequences": (([],), "give stop"),
     "no_stop_trim": (_OFF, "give include_stop_str_in_output"),
     "n_indent": (_OFF, "lines end where the model ends them"),
@@ -127,7 +128,10 @@ SAMPLING: Table = {
     "t_max_predict_ms": (_OFF, "give deadline_ms"),
     "token_healing": (_OFF, "the last token of a prompt is not taken back"),
     "kv_transfer_params": (({},), "the KV cache is not transferred"),
-    "options": (({},), "give its fields beside the others of the request"),
+    **dict.fromkeys(
+        ("options", "parameters", "sampling_params", "extra_body"),
+        (({},), "give its fields beside the others of the request"),
+    ),
     # what is returned
     "n_probs": (_OFF, "give logprobs"),
     "top_n_tokens": (_OFF, "give logprobs"),

@@ -378,6 +378,7 @@ OTHERS: dict[str, tuple[Any, list[Any]]] = {
     "max_new_tokens": (5, [None]),
     "max_output_tokens": (5, [None]),
     "stop_regex": ("a+", [""]),
+    "sampling_params": ({"temperature": 0}, [{}]),
 }
 
 
@@ -412,6 +413,11 @@ def test_fields_of_other_engines_are_refused_by_name(locked: Site, path: str) ->
         ("/v1/messages", "grammar", "start: /a/", ""),
         (TEXT, "max_completion_tokens", 5, None),
         (TEXT, "suffix", "the end", ""),
+        ("/v1/messages", "reasoning_effort", "low", None),
+        ("/v1/messages", "instructions", "Be brief.", ""),
+        (RESPONSES, "chat_template_kwargs", {"enable_thinking": False}, {}),
+        (RESPONSES, "messages", [said("Hi")], []),
+        (TEXT, "tools", [{"type": "function", "function": {"name": "now"}}], []),
         (CHAT, "enable_thinking", False, None),
         (CHAT, "thinking", {"type": "disabled"}, {}),
         (CHAT, "instructions", "Be brief.", ""),
@@ -421,9 +427,10 @@ def test_fields_of_other_engines_are_refused_by_name(locked: Site, path: str) ->
 def test_fields_of_other_routes_are_refused_by_name(
     locked: Site, path: str, field: str, value: Any, neutral: Any
 ) -> None:
-    reply = ask(locked.server, "POST", path, {**SAMPLING[path], field: value}, **KEY)
+    body = SAMPLING.get(path, {"input": "Hi", "max_output_tokens": 1})
+    reply = ask(locked.server, "POST", path, {**body, field: value}, **KEY)
     assert reply.status == 400 and field in reply.json["error"]["message"]
-    reply = ask(locked.server, "POST", path, {**SAMPLING[path], field: neutral}, **KEY)
+    reply = ask(locked.server, "POST", path, {**body, field: neutral}, **KEY)
     assert reply.status == 200 and "x-kvik-ignored-fields" not in reply.headers
 
 

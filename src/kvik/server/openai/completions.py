@@ -70,6 +70,7 @@ COMPLETION: Table = {
     "top_logprobs": ((), "give logprobs"),
     "suffix": (("",), "insertion is not supported"),
     "prompt_embeds": ((), "prompts are text or token ids"),
+    **dict.fromkeys(("messages", "tools"), (([],), "it is for /v1/chat/completions")),
 }
 
 
