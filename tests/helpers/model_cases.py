@@ -742,7 +742,6 @@ CASES = {
     "qwen3-moe-every-second": case(
         "Qwen3Moe",
         EIGHT_EXPERTS,
-        head_dim=8,
         norm_topk_prob=False,
         decoder_sparse_step=2,
         attention_bias=True,

@@ -49,6 +49,7 @@ QWEN3_MOE = replace(
     model_type="qwen3_moe",
     models="Qwen 3 with experts",
     layers=qwen3_moe_layers,
+    head_dim=None,
     defaults={"num_key_value_heads": 4},
     experts=partial(read_experts, router=softmax_router),
     gguf="qwen3moe",
@@ -96,6 +97,7 @@ MELLUM = replace(
     models="Mellum 2",
     make=mellum,
     layers=typed_layers,
+    head_dim=128,
     gguf=None,
     defaults={
         "vocab_size": 98_304,

@@ -31,6 +31,7 @@ QWEN3_VL_MOE = replace(
     model_type="qwen3_vl_moe",
     models="Qwen3-VL, with experts, text alone",
     make=QWEN3_VL.make,
+    head_dim=128,
     inside="text_config",
     defaults={"num_key_value_heads": 16, "rope_theta": 5e5, "norm_topk_prob": True},
     gguf=None,
