@@ -1,16 +1,17 @@
 """What a context of 128k costs: memory while a prompt of 100,000 tokens is prefilled in chunks, and
 tokens a second of prefill and of decoding at each context, compared with the planner's predictions.
 
-    python benchmarks/cpu/long_context.py [--scalings yarn longrope llama3]
+    python benchmarks/cpu/long_context.py [--models yarn longrope llama3 blocks]
         [--contexts 4096 8192 16384 32768 65536 100000] [--threads N] [--rounds 1]
         [--calibration FILE] [--json FILE]
 
 The model has random weights (2 layers of width 512, 8 query and 2 key/value heads of 64, bf16) and
-a trained context stretched to 131,072 positions in each of three ways, one process for each. One
-text is prefilled up to each context, one after another: the earlier part is in the prefix cache, so
-each token is computed once, in the engine's own chunks; at each context it decodes 32 tokens. Step
-times are the engine's own wall times, as in calibrations. Predictions are those of `kvik plan`,
-with the calibration of this machine and its peak and read rates just before and after.
+a trained context stretched to 131,072 positions in each of three ways, or as in MiniMax-M3, where
+KV heads read 16 blocks of 128 keys; one process for each. One text is prefilled up to each context,
+one after another: the earlier part is in the prefix cache, so each token is computed once, in the
+engine's own chunks; at each context it decodes 32 tokens. Step times are the engine's own wall
+times, as in calibrations. Predictions are those of `kvik plan`, with the calibration of this
+machine and its peak and read rates just before and after.
 
 Columns: tokens a second of the chunks before each context, and of decoding there, each with
 predicted over measured in brackets; resident memory, its peak since the previous context, and that
@@ -62,11 +63,27 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 8192,
     },
 }
+MODELS: dict[str, dict[str, Any]] = {
+    **{
+        name: {**SIZES, "rope_parameters": {"rope_theta": 500_000.0, **scaling}}
+        for name, scaling in SCALINGS.items()
+    },
+    "blocks": {
+        **SIZES,
+        "architectures": ["MiniMaxM3VLForCausalLM"],
+        "model_type": "minimax_m3_vl_text",
+        "dense_intermediate_size": SIZES["intermediate_size"],
+        "mlp_layer_types": ["dense"] * 2,
+        "layer_types": ["minimax_m3_sparse"] * 2,
+        "index_n_heads": SIZES["num_key_value_heads"],
+        "index_head_dim": SIZES["head_dim"],
+    },
+}
 
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--scalings", nargs="+", choices=SCALINGS, default=list(SCALINGS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--rounds", type=int, default=1)
@@ -81,18 +98,16 @@ def main() -> None:
 
             calibrate_into(calibration, args.threads)
         for _ in range(args.rounds):
-            for scaling in args.scalings:
-                folder = Path(work) / scaling
+            for model in args.models:
+                folder = Path(work) / model
                 folder.mkdir(exist_ok=True)
-                rope = {"rope_theta": 500_000.0, **SCALINGS[scaling]}
-                config = json.dumps({**SIZES, "rope_parameters": rope})
-                (folder / "config.json").write_text(config)
+                (folder / "config.json").write_text(json.dumps(MODELS[model]))
                 (rows,) = fresh_processes(measure, (folder, args.contexts, calibration))
-                found.setdefault(scaling, []).extend(rows)
-                report(scaling, rows)
+                found.setdefault(model, []).extend(rows)
+                report(model, rows)
         if args.rounds > 1:
-            for scaling, rows in found.items():
-                report(f"{scaling}, medians of {args.rounds} rounds", medians(rows))
+            for model, rows in found.items():
+                report(f"{model}, medians of {args.rounds} rounds", medians(rows))
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
 
