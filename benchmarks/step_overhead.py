@@ -214,7 +214,7 @@ def make_engine(
     copies = AtOnce()
     participants = step_participants(network, table, sampling, CPU, copies, speculator)
     runner = ModelRunner(
-        network, graph, FreshInputs(CPU), table, participants, CPU, clock, depth=copies.depth
+        network, graph, FreshInputs(CPU), table, participants, clock, depth=copies.depth
     )
     return EngineCore(config), runner
 

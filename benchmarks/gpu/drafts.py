@@ -9,7 +9,7 @@ from functools import partial
 from engine import Engine, Skipped, answers
 from models import BEFORE, BUDGET, WARM_UP, Measured
 from notes import Notes
-from place import sized
+from place import DEVICE, sized
 
 from kvik.worker.captures import MAX_PADDING
 from kvik.worker.drafters import registry
@@ -72,8 +72,7 @@ def measure(notes: Notes, shape: str) -> None:
     notes.fact("ready", time.monotonic() - started, shape=shape, format=format)
     model = Judging(notes, engine, shape, format)
     spec, rows = engine.resolved.model, SEQS * (1 + DRAFTS)
-    device = engine.runner.device
-    model.skipped = Skipped(rows, spec.hidden_size, spec.vocab_size, device)
+    model.skipped = Skipped(rows, spec.hidden_size, spec.vocab_size, DEVICE)
     for batch, context in CELLS:
         for eager in (False, True):
             name = f"judge {batch} x {context}{', no graphs' * eager}"

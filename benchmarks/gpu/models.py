@@ -18,7 +18,7 @@ from statistics import median
 import torch
 from engine import Engine, Skipped, answers, captured_sizes
 from notes import Notes
-from place import REHEARSED, sized, synchronize
+from place import DEVICE, REHEARSED, sized, synchronize
 from shapes import LOAD
 
 from kvik.attention.fresh_prompts import FreshPrompts
@@ -107,8 +107,7 @@ class Measured:
         self.real = engine.runner.graph
         self.eager = Eager(engine.runner.network)
         spec, seqs = engine.resolved.model, engine.resolved.scheduler.max_num_seqs
-        device = engine.runner.device
-        self.skipped = Skipped(seqs, spec.hidden_size, spec.vocab_size, device)
+        self.skipped = Skipped(seqs, spec.hidden_size, spec.vocab_size, DEVICE)
 
     def parts(self) -> list[tuple[str, Callable[[], None], float]]:
         """Return the parts, those of bars first: name, function, and the seconds it needs."""
@@ -166,12 +165,13 @@ class Measured:
             return
         names = self.fill(batch, context, tokens)
         self.engine.runner.graph = self.eager if eager else self.real
-        self.engine.executor.depth = min(depth, self.engine.executor.depth)
+        usual = self.engine.executor.depth
+        self.engine.executor.depth = min(depth, usual)
         try:
             captured = self.warm_up(batch, wait=not eager)
             seconds, seen = self._steps(names, context)
         finally:
-            self.engine.executor.depth = self.engine.runner.depth
+            self.engine.executor.depth = usual
             self.engine.runner.graph = self.real
             self.engine.drop(names)
         self.notes.rate(
