@@ -71,4 +71,4 @@ $(VENV)/.kvik-test: $(KVIK)
 
 $(VENV)/.kvik-dev: $(KVIK)
 	$(INSTALL_KVIK) '.[test,dev]'
-	@touch $@
+	@touch $(VENV)/.kvik $(VENV)/.kvik-test $@

@@ -105,6 +105,7 @@ def test_tokens_are_those_of_steps_in_turn(overlapping, rules, alone, together) 
     assert [one[0] for one in comparable(found)] == [one[0] for one in together]
 
 
+@pytest.mark.full
 def test_a_text_that_ends_while_its_request_is_preempted_gets_no_further_token(overlapping) -> None:
     llm, _ = overlapping
     free = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)

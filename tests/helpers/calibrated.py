@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from helpers import tiny_models
 from helpers.model_cases import BESIDE, H1_FACTORS
@@ -237,6 +238,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 40,
     },
 }
+# One of each kind of block: the fast tier walks whole models of these only, as all families have
+# their blocks in `test_factors.py`.
+KINDS = (
+    *("Llama", "Gemma3n", "Gemma4", "Falcon", "GPT2", "OPT", "Bloom", "DeepseekV3", "MiniMaxM3VL"),
+    *("HYV4", "GraniteMoeHybrid", "NemotronH", "Mamba2", "Jamba", "Lfm2", "KimiLinear"),
+    *("Qwen3Next", "Laguna"),
+)
+FAMILIES_BY_TIER = [
+    pytest.param(family, marks=() if family in KINDS else pytest.mark.full) for family in FAMILIES
+]
 # Last components of the names of layers that stay floats, by family.
 LEFT: dict[str, set[str]] = {
     "Qwen3Moe": {"gate"},  # the router

@@ -207,7 +207,7 @@ def other(tmp_path_factory) -> Callable[[str], tuple[dict[str, object], list[Req
 
 @needs_native
 @pytest.mark.usefixtures("forked")
-@pytest.mark.each(3)  # what a column adds hardly depends on the other layers
+@pytest.mark.each(2)  # what a column adds hardly depends on the other layers
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize(
     "column",

@@ -70,6 +70,7 @@ class Watched:
             return self.model.logits(hidden)
 
 
+@pytest.mark.full
 @pytest.mark.each(1)  # few operations depend on the dtype
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)

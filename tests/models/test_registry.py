@@ -233,6 +233,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 OTHERS = ("SequenceClassification", "MiMo", "Mistral3", "Compass")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", [name for name in ARCHITECTURES if not any(map(name.count, OTHERS))]
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.calibrated import FAMILIES, model_blocks, random_windows
+from helpers.calibrated import FAMILIES, FAMILIES_BY_TIER, model_blocks, random_windows
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import save_tiny
 from safetensors.torch import load_file, save_file
@@ -19,7 +19,7 @@ from kvik.quantize.block import BlockInputs, unwatched
 from kvik.quantize.model_blocks import walk
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES_BY_TIER)
 def test_block_by_block_is_the_model(tmp_path: Path, family: str) -> None:
     save_tiny(tmp_path, family, **FAMILIES[family])
     windows = random_windows(3, 11)

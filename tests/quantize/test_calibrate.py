@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.calibrated import (
     FAMILIES,
+    FAMILIES_BY_TIER,
     LEFT,
     calibrated,
     model_blocks,
@@ -66,7 +67,7 @@ def same(results: list[BlockResult], others: list[BlockResult]) -> None:
 
 
 @pytest.mark.each(1)  # `test_factors.py` folds every family
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES_BY_TIER)
 @pytest.mark.parametrize("method", METHODS)
 def test_in_eight_bits_the_model_is_the_same(tmp_path: Path, family: str, method: str) -> None:
     """Rounding errors are then small, unlike those of wrong factors."""

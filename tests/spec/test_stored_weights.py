@@ -266,6 +266,7 @@ def test_no_pattern_takes_long(pattern: str) -> None:
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.full
 def test_patterns_of_a_model_with_many_experts() -> None:
     """Those of published files, and as many names as there are layers, for 36,000 matrices: they
     are within the limit."""
