@@ -53,23 +53,19 @@ KVIK_INLINE F32 softcap(F32 x, F32 cap) { return mul(cap, tanh(div(x, cap))); }
 // Infinity is clamped, NaN stays NaN.
 constexpr float kSwigluLimit = 7.0f, kSwigluSlope = 1.702f;
 
+KVIK_INLINE F32 within(float limit, F32 x) { return max(broadcast(-limit), min(broadcast(limit), x)); }
+
 KVIK_INLINE F32 clamped_gate(F32 x) {
     const F32 gate = min(broadcast(kSwigluLimit), x);
     return div(max(broadcast(-87.0f), gate), add(broadcast(1.0f), exp(mul(gate, broadcast(-kSwigluSlope)))));
 }
 
-KVIK_INLINE F32 clipped_up(F32 x) { return max(broadcast(-kSwigluLimit), min(broadcast(kSwigluLimit), x)); }
-
-KVIK_INLINE F32 clamped_up(F32 x) {
-    return add(clipped_up(x), broadcast(1.0f));
-}
+KVIK_INLINE F32 clamped_up(F32 x) { return add(within(kSwigluLimit, x), broadcast(1.0f)); }
 
 // SwiGLU of gates up to 10 and factors in [-10, 10] (DeepSeek-V4, Hy4). Infinity is clamped, NaN stays NaN.
 constexpr float kSiluLimit = 10.0f;
 
 KVIK_INLINE F32 limited_gate(F32 x) { return silu(min(broadcast(kSiluLimit), x)); }
-
-KVIK_INLINE F32 limited_up(F32 x) { return max(broadcast(-kSiluLimit), min(broadcast(kSiluLimit), x)); }
 
 // SwiGLU of Step 3.7: x / (1 + e^-x), at most 7, times up in [-7, 7].
 KVIK_INLINE F32 clipped_gate(F32 x) { return min(broadcast(kSwigluLimit), silu(x)); }
@@ -106,8 +102,8 @@ KVIK_INLINE F32 activated(int64_t activation, F32 x) {
 
 // The factor of the gate.
 KVIK_INLINE F32 factor_of(int64_t activation, F32 up) {
-    if (activation == kLimitedSwiglu) return limited_up(up);
-    if (activation == kClippedSwiglu) return clipped_up(up);
+    if (activation == kLimitedSwiglu) return within(kSiluLimit, up);
+    if (activation == kClippedSwiglu) return within(kSwigluLimit, up);
     return activation == kClampedSwiglu ? clamped_up(up) : up;
 }
 

@@ -174,7 +174,19 @@ public:
 
     // Raises best [heads, blocks] to the largest products of the keys [begin, end). A node of a tree has its own place.
     void score_blocks(int64_t begin, int64_t end, float* best, int64_t blocks) const {
+        const int64_t width = a.span < kTile ? a.span : kTile;  // keys of a block in a tile
+        const int64_t whole = a.span < kStrip ? 0 : queries.tree && queries.cached < end ? queries.cached : end;
         each_products(begin, end, [&](int64_t tile, int64_t row, const float (*of_heads)[kTile]) {
+            if (tile + kTile <= whole) {
+                for (int64_t r = 0; r < Format::kRows && row + r < a.heads; r++)
+                    for (int64_t i = 0; i < kTile; i += width) {
+                        float& most = best[(row + r) * blocks + (tile + i) / a.span];
+                        F32 found = broadcast(most);
+                        for (int64_t n = i; n < i + width; n += kLanes) found = max(load(of_heads[r] + n), found);
+                        most = largest(found);  // NaN is never the largest
+                    }
+                return;
+            }
             const int64_t last = end - tile < kTile ? end - tile : kTile;
             for (int64_t i = 0; i < last; i++) {
                 const int64_t place = place_of(tile + i);
@@ -296,15 +308,20 @@ private:
     const int32_t* table;
 };
 
-template <class Format, class T>
-void choose(const choose_keys_args& a, Team& team) {
-    const auto* starts = static_cast<const int32_t*>(a.query_start_loc);
-    const int64_t tokens = starts[a.num_seqs];
+// The keys of the longest sequence, up to whole tasks so that memory seldom grows.
+inline int64_t longest_of(const choose_keys_args& a) {
     const auto* lengths = static_cast<const int32_t*>(a.seq_lens);
     int64_t longest = 0;
     for (int64_t s = 0; s < a.num_seqs; s++)
         if (lengths[s] > longest) longest = lengths[s];
-    longest = (longest + kKeysPerTask - 1) / kKeysPerTask * kKeysPerTask;  // so that memory seldom grows
+    return (longest + kKeysPerTask - 1) / kKeysPerTask * kKeysPerTask;
+}
+
+template <class Format, class T>
+void choose(const choose_keys_args& a, Team& team) {
+    const auto* starts = static_cast<const int32_t*>(a.query_start_loc);
+    const int64_t tokens = starts[a.num_seqs];
+    const int64_t longest = longest_of(a);
     const size_t scratch = Chooser<Format, T>::scratch_bytes(a, longest);
     const bool few = longest > a.top && tokens <= kFewQueries;
     const int64_t parts = few ? longest / kKeysPerTask : 1, row = longest + kTile;
@@ -340,11 +357,7 @@ template <class Format, class T>
 void choose_blocks(const choose_keys_args& a, Team& team) {
     const auto* starts = static_cast<const int32_t*>(a.query_start_loc);
     const int64_t tokens = starts[a.num_seqs];
-    const auto* lengths = static_cast<const int32_t*>(a.seq_lens);
-    int64_t longest = 0;
-    for (int64_t s = 0; s < a.num_seqs; s++)
-        if (lengths[s] > longest) longest = lengths[s];
-    longest = (longest + kKeysPerTask - 1) / kKeysPerTask * kKeysPerTask;
+    const int64_t longest = longest_of(a);
     const int64_t blocks = longest / a.span, row = a.heads * blocks;
     const size_t own = Chooser<Format, T>::scratch_bytes(a, 0), best_bytes = size_t(row) * sizeof(float);
     const size_t scratch = (own + best_bytes + 63) / 64 * 64 + size_t(2 * blocks) * sizeof(uint64_t);
