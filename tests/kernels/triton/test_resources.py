@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -57,6 +58,20 @@ def test_kernels_fit_other_gpus(gpu: str) -> None:
     words = [] if tier() == "nightly" else faulty
     status, text = python("-m", "helpers.triton_resources", "--gpu", gpu, *words)
     assert status == 0, text
+
+
+def test_no_function_returns_none() -> None:
+    """Triton 3.6, the oldest that is supported, does not compile it."""
+    for file in KERNELS.glob("*.py"):
+        for function in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            if not any(ast.unparse(by).startswith("triton.jit") for by in function.decorator_list):
+                continue
+            returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+            chosen = [(v.body, v.orelse) if isinstance(v, ast.IfExp) else (v,) for v in returned]
+            values = {ast.unparse(v) for each in chosen for v in each if v is not None}
+            assert "None" not in values, (file.name, function.name)
 
 
 # In the form of a disassembly: two loops inside a third.

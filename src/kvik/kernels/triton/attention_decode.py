@@ -231,7 +231,8 @@ def attention_decode_kernel(  # noqa: PLR0915
             position = cached + bits_set(words).to(tl.int32) - 1
     table = block_table + sequence.to(tl.int64) * table_stride
 
-    unit, slope = unit_of(scale, softcap, slopes), slope_of(slopes, query_head)
+    unit = unit_of(scale, softcap, slopes)
+    slope = None if slopes is None else slope_of(slopes, query_head)
     piece = tl.program_id(1) * slab + (query * HEADS + query_head) * splits
     part = program * splits // used
     ends = tl.minimum(first + (program + 1) * splits // used * keys, context)

@@ -127,7 +127,7 @@ def attention_prefill_kernel(
     first, low = first_of(lowest, highest, first_keys, sequence, window, sink_keys, BLOCK_N, WINDOW)
     high = tl.maximum((lowest + 1) // BLOCK_N * BLOCK_N, low)
 
-    slope = slope_of(slopes, query_head)
+    slope = None if slopes is None else slope_of(slopes, query_head)
     state = begin(BLOCK_M, BLOCK_D, 0)
     for part in tl.static_range(0 if SUNK else 1, 4):
         factors = rows

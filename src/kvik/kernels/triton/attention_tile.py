@@ -116,12 +116,12 @@ def unit_of(scale, softcap, slopes):
 
 @triton.jit
 def slope_of(slopes, head):
-    """Return the slope of each row with log2(e) folded in, [m]; None without slopes.
+    """Return the slope of each row with log2(e) folded in, [m].
 
     Args:
-        slopes: [heads] fp32, or None. head: [m], of each row.
+        slopes: [heads] fp32. head: [m], of each row.
     """
-    return None if slopes is None else tl.load(slopes + head) * LOG2
+    return tl.load(slopes + head) * LOG2
 
 
 @triton.jit
@@ -146,7 +146,8 @@ def attend(
         place: [n], places of the keys in their sequence; all are valid, but places that no row sees
             may repeat others. visible: [m, n].
         scale, softcap: with log2(e) folded in; softcap may be None.
-        slope: see `slope_of`. where, position: of keys [n] and rows [m], if there are slopes.
+        slope: see `slope_of`; None without slopes, else where and position are used, those of keys
+            [n] and rows [m].
         ALL: every row sees every key, and visible is not used.
     """
     sums, largest, total = state
