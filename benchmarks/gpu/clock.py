@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from place import REHEARSED, elapsed, sized, synchronize
 
-from kvik.worker.captures import CudaCapturer
+from kvik.worker.captures import CudaCapturer, NotCaptured
 
 Call = Callable[[], object]
 
@@ -75,7 +75,7 @@ def _captured(call: Call) -> Callable[[], None] | None:
     device = torch.device("cuda", torch.cuda.current_device())
     try:  # if this fails, the next one may still be captured, unlike with `torch.cuda.graph`
         replay: Callable[[], None] | None = CudaCapturer(device).capture(call).replay
-    except RuntimeError:
+    except NotCaptured:
         replay = None
     torch.cuda.synchronize()
     return replay

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON
 
 pytest.importorskip("triton", reason=NO_TRITON)
 
 from kvik.attention.triton import TritonAttention
 from kvik.worker import platforms
+from kvik.worker.captures import NotCaptured
 
 pytestmark = [INTERPRETED_ONLY, pytest.mark.filterwarnings("ignore")]
 
@@ -64,6 +66,20 @@ def test_every_function_is_rehearsed(run: ModuleType) -> None:
     assert {job.name for job in run.JOBS} >= set(CHOSEN)
     warmed = {job.arguments[0] for job in run.JOBS if job.function == "products"}
     assert warmed == set(importlib.import_module("kernels_linear").FORMATS)
+
+
+def test_what_cannot_be_captured_is_timed_without_a_graph(
+    run: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(call: Callable[[], None]) -> None:
+        raise NotCaptured("an operation cannot be captured")
+
+    clock = importlib.import_module("clock")
+    monkeypatch.setattr(clock, "REHEARSED", False)
+    monkeypatch.setattr(clock, "CudaCapturer", lambda device: SimpleNamespace(capture=refuse))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert not clock.timed([lambda: None]).captured
 
 
 @pytest.mark.full
