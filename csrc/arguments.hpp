@@ -36,7 +36,13 @@ enum Activation : int64_t {
 // The function of the gate that `gated` multiplies x by.
 enum Gate : int64_t { kGateNone = 0, kGateSilu = 1, kGateSigmoid = 2, kGateSoftplus = 3 };
 // How a router computes scores from its logits, in the order of `Scores` (spec/experts.py).
-enum Scores : int64_t { kSoftmaxScores = 0, kSigmoidScores = 1, kSparsemixer = 2, kLogitScores = 3 };
+enum Scores : int64_t {
+    kSoftmaxScores = 0,
+    kSigmoidScores = 1,
+    kSparsemixer = 2,
+    kLogitScores = 3,
+    kRootSoftplusScores = 4,
+};
 constexpr int64_t kMaxTaps = 8;  // inputs of a short convolution
 // How a matrix is stored and multiplied.
 enum MatrixKind : int64_t {
@@ -78,11 +84,13 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     P(x) I(x_stride) I(x_inner_stride) P(like) I(like_stride) P(y) I(y_stride)           \
     I(y_inner_stride) I(rows) I(inner) I(dim) F(least) I(dtype)
 
-// y [rows, columns] fp32 = most * sigmoid(gain * logits / rms(x) + bias) + plus; x [rows, dim], logits [rows, columns]
-// fp32, factors [3, columns] fp32: gains, biases, and most.
+// y [rows, columns] fp32 = most * sigmoid(gain * logits / rms(x) + bias) + least; x [rows, dim], logits [rows, columns]
+// fp32, factors [4, columns] fp32: gains, biases, most and least. The last streams^2 columns are instead a matrix of
+// each row, and its transpose in y: the softmax of its rows plus least, whose columns and rows are in turn divided by
+// their sums plus least, `rounds` times by those of columns.
 #define KVIK_ARGS_stream_weights(P, I, F)                                                \
     P(x) I(x_stride) P(logits) I(logits_stride) P(factors) P(y) I(y_stride) I(rows)      \
-    I(dim) I(columns) F(eps) F(plus) I(dtype)
+    I(dim) I(columns) F(eps) I(streams) I(rounds) I(dtype)
 
 // y [rows, columns] = activation(x), or for an odd activation(x[:, :columns]) * x[:, columns:].
 #define KVIK_ARGS_activate(P, I, F)                                                      \
@@ -259,11 +267,11 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // added only for the choice. groups > 1: experts are chosen only from the kept_groups best of equal-sized groups,
 // ranked by their best expert or their two_of_group best. normalise: weights of a row sum to `scale`; else they are
 // scores times `scale`, or where the scores are logits as `Router` says, with its jitter. each_scale: null, or fp32
-// [experts]: a final factor for the weights of each expert.
+// [experts]: a final factor for the weights of each expert. given: null, or the ids, int64 [rows, active].
 #define KVIK_ARGS_route(P, I, F)                                                         \
     P(logits) I(stride) I(rows) I(experts) I(active) I(scores) P(correction) I(groups)   \
     I(kept_groups) I(two_of_group) I(normalise) F(scale) F(jitter) P(each_scale)         \
-    P(ids) P(weights)
+    P(given) P(ids) P(weights)
 
 // y [rows, outputs] = residual + the sum over a row's experts, in ascending order, of weight * down(act(up(x))). ids,
 // weights as `route` makes them; no expert twice in a row; an id below 0 is no expert; weights null: all 1.

@@ -49,6 +49,14 @@ void scores_of(const route_args& a, const float* logits, float* score) {
         }
         return;
     }
+    if (a.scores == kRootSoftplusScores) {
+        for (int64_t i = 0; i < a.experts; i++) {
+            const float value = logits[i] > 0.0f ? logits[i] : 0.0f;
+            score[i] = sqrtf(value + log1pf(expf(-fabsf(logits[i]))));
+            if (!(score[i] >= 0.0f)) score[i] = 0.0f;
+        }
+        return;
+    }
     F32 top = broadcast(-INFINITY);
     for (int64_t i = 0; i < a.experts; i += kLanes) {
         const int n = int(smaller(kLanes, a.experts - i));
@@ -100,9 +108,10 @@ void route_row(const route_args& a, int64_t row) {
     }
     int64_t* ids = (int64_t*)a.ids + row * a.active;
     float* weights = (float*)a.weights + row * a.active;
+    const int64_t* given = a.given ? (const int64_t*)a.given + row * a.active : nullptr;
     float total = 0.0f;
     for (int64_t n = 0; n < a.active; n++) {
-        const int64_t best = first_largest(choice, taken, a.experts);
+        const int64_t best = given ? given[n] : first_largest(choice, taken, a.experts);
         ids[n] = best;
         weights[n] = score[best];
         if (a.scores == kSparsemixer) weights[n] = share_among_near(score, taken, a.experts, best, float(a.jitter));

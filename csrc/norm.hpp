@@ -138,23 +138,57 @@ void activate_top(const activate_top_args& a, Team& team) {
     a.dtype == kBF16 ? activate_top_of<bf16>(a, team) : activate_top_of<float>(a, team);
 }
 
+constexpr int64_t kMostStreams = 16;
+
+// Divides the numbers of each line of a square by their sum; `step` is between numbers of a line, `next` between lines.
+void divide_lines(float* m, int64_t size, int64_t step, int64_t next, float least) {
+    for (int64_t line = 0; line < size; line++) {
+        float total = least;
+        for (int64_t i = 0; i < size; i++) total += m[line * next + i * step];
+        for (int64_t i = 0; i < size; i++) m[line * next + i * step] /= total;
+    }
+}
+
+// The matrix of a row of `stream_weights` (Sinkhorn and Knopp 1967).
+void mix_streams(const stream_weights_args& a, const float* logits, const float* gains, float scale, float* y) {
+    const int64_t n = a.streams;
+    const float *biases = gains + a.columns, least = gains[3 * a.columns];
+    float m[kMostStreams * kMostStreams];
+    for (int64_t row = 0; row < n; row++) {
+        float top = -INFINITY, total = 0.0f;
+        for (int64_t i = row * n; i < (row + 1) * n; i++) {
+            m[i] = logits[i] * scale * gains[i] + biases[i];
+            top = m[i] > top ? m[i] : top;
+        }
+        for (int64_t i = row * n; i < (row + 1) * n; i++) total += m[i] = expf(m[i] - top);
+        for (int64_t i = row * n; i < (row + 1) * n; i++) m[i] = m[i] / total + least;
+    }
+    for (int64_t round = 0; round < a.rounds; round++) {
+        if (round) divide_lines(m, n, 1, n, least);
+        divide_lines(m, n, n, 1, least);
+    }
+    for (int64_t i = 0; i < n * n; i++) y[i % n * n + i / n] = m[i];
+}
+
 template <class T>
 void stream_weights_of(const stream_weights_args& a, Team& team) {
     const float* gains = static_cast<const float*>(a.factors);
-    const float *biases = gains + a.columns, *most = biases + a.columns;
-    const F32 plus = broadcast(float(a.plus));
+    const float *biases = gains + a.columns, *most = biases + a.columns, *least = most + a.columns;
+    const int64_t single = a.columns - a.streams * a.streams;
     each_range(team, a.rows, rows_worth_a_thread(a.dim), [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; row++) {
             const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
             const float* logits = static_cast<const float*>(a.logits) + row * a.logits_stride;
             float* y = static_cast<float*>(a.y) + row * a.y_stride;
             const float square = sum_of<true>(x, a.dim, 0.0f) / float(a.dim);
-            const F32 scale = broadcast(1.0f / sqrtf(square + float(a.eps)));
-            each_vector(0, a.columns, [&](int64_t i, auto n) KVIK_INLINED {
+            const float factor = 1.0f / sqrtf(square + float(a.eps));
+            const F32 scale = broadcast(factor);
+            each_vector(0, single, [&](int64_t i, auto n) KVIK_INLINED {
                 const F32 logit = mul(load(logits + i, n), scale);
                 const F32 share = sigmoid(fma(logit, load(gains + i, n), load(biases + i, n)));
-                store(y + i, fma(load(most + i, n), share, plus), n);
+                store(y + i, fma(load(most + i, n), share, load(least + i, n)), n);
             });
+            if (a.streams) mix_streams(a, logits + single, gains + single, factor, y + single);
         }
     });
 }

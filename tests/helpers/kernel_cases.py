@@ -226,9 +226,11 @@ def _activations() -> list[Case]:
         weights = m.normal(rows, sums, parts, dtype=torch.float32)
         return m.normal(rows, parts * dim), weights, m.normal(rows, sums * dim) if added else None
 
-    def streams(rows: int, dim: int, scale: float, m: Maker) -> Arguments:
-        wide = partial(m.normal, dtype=torch.float32)
-        return m.normal(rows, dim, scale=scale), wide(rows, 9)[:, 1:], wide(3, 8), 1e-5, 0.1
+    def streams(rows: int, dim: int, scale: float, count: int, m: Maker) -> Arguments:
+        wide, n = partial(m.normal, dtype=torch.float32), 8 + count**2
+        factors = wide(4, n)
+        factors[3] = 0.1
+        return m.normal(rows, dim, scale=scale), wide(rows, n + 1)[:, 1:], factors, 1e-5, count, 5
 
     every: tuple[Activation, ...] = get_args(Activation)
     cases = []
@@ -244,7 +246,9 @@ def _activations() -> list[Case]:
         for sums, parts, added in ((4, 4, True), (3, 1, True), (1, 2, False)):
             case = partial(weighed, sums, parts, rows, dim, added)
             cases.append(Case("weighted_sums", f"{sums}x{parts}-{name}", case, product=True))
-        cases.append(Case("stream_weights", name, partial(streams, rows, dim, scale)))
+        for count in (0, 3, 4):
+            mixing = partial(streams, rows, dim, scale, count)
+            cases.append(Case("stream_weights", f"{count}-{name}", mixing))
         cases.append(Case("softcap", name, partial(capped, rows, dim, scale), written=(0,)))
         for kind in every:
             size = min(scale, 1.0) if kind in ("gelu_tanh_and_mul", "gelu_and_mul") else scale
@@ -576,6 +580,7 @@ def _experts() -> list[Case]:
         "best-two": Router(24, 6, "sigmoid", True, 4, 2, "best two", scale=1.7),
         "sparsemixer": Router(16, 3, "sparsemixer", normalised=False, jitter=0.3),
         "logit": Router(19, 5, "logit", corrected=True, normalised=False),
+        "sqrtsoftplus": Router(19, 5, "sqrtsoftplus", corrected=True, scale=1.5),
     }
     kinds = {
         "float": (random_float, 40, 24),
@@ -584,6 +589,7 @@ def _experts() -> list[Case]:
     }
     return [
         *(Case("route", name, partial(_logits, 9, router)) for name, router in routers.items()),
+        Case("route", "given", partial(_logits, 9, routers["sqrtsoftplus"], given=True)),
         *(
             Case(
                 "experts",
@@ -619,11 +625,12 @@ def _experts() -> list[Case]:
     ]
 
 
-def _logits(rows: int, router: Router, m: Maker) -> Arguments:
+def _logits(rows: int, router: Router, m: Maker, given: bool = False) -> Arguments:
     logits = m.normal(rows, router.experts, scale=2.0, dtype=torch.float32)
+    ids = torch.arange(rows * router.active, device=logits.device).view(rows, -1) % router.experts
     correction = m.normal(router.experts, dtype=torch.float32) if router.corrected else None
     scales = m.normal(router.experts, dtype=torch.float32) if router.scaled else None
-    return logits, router, correction, scales
+    return logits, router, correction, scales, ids if given else None
 
 
 def _mixture(
@@ -649,7 +656,7 @@ def _run_experts(
 ) -> Tensor:
     up = [filled_matrix(ops, weight, None, "silu_and_mul", dtype) for weight in weights[::2]]
     down = [filled_matrix(ops, weight, None, None, dtype) for weight in weights[1::2]]
-    ids, shares = ops.route(logits, router, None, None)
+    ids, shares = ops.route(logits, router, None, None, None)
     experts = replace(ops.expert_set(up, down), weigh_inputs=router.weigh_inputs)
     return ops.experts(x, ids, shares, experts, residual)
 

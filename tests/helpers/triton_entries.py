@@ -529,7 +529,7 @@ NORM = (
     _entries("hidden 2048, bf16", norm.rescaled, _bf16(9, 3, 2048), _bf16(9, 2048), 1e-5),
     _entries("16384, bf16", norm.activate_top, _bf16(9, 32768), "gelu_tanh_and_mul", 1.6),
     _entries(
-        "4 x 7168, bf16", norm.stream_weights, _bf16(9, 28672), _fp32(9, 8), _fp32(3, 8), 1e-5, 0.0
+        "4 x 7168, bf16", norm.stream_weights, _bf16(9, 28672), _fp32(9, 8), _fp32(4, 8), 1e-5, 0, 0
     ),
 )
 

@@ -49,6 +49,8 @@ def by_definition(
         scores = logits
     elif router.scores == "sigmoid":
         scores = [1 / (1 + math.exp(-x)) for x in logits]
+    elif router.scores == "sqrtsoftplus":
+        scores = [math.log1p(math.exp(x)) ** 0.5 for x in logits]
     else:
         exps = [math.exp(x - max(logits)) for x in logits]
         scores = [x / sum(exps) for x in exps]
@@ -90,6 +92,7 @@ ROUTERS = {
     "corrected": Router(32, 6, "sigmoid", True, 8, 4, "best two", scale=2.5),
     "sparsemixer": Router(16, 3, "sparsemixer", normalised=False, jitter=0.3),
     "logit": Router(16, 4, "logit", corrected=True, groups=4, kept_groups=2),
+    "sqrtsoftplus": Router(16, 4, "sqrtsoftplus", corrected=True),
 }
 
 
@@ -105,7 +108,7 @@ def test_experts_are_chosen_by_definition(ops: Ops, router: Router) -> None:
         added = correction.tolist()
     scales = torch.randn(router.experts, generator=generator) if router.scaled else None
     each = None if scales is None else scales.tolist()
-    ids, weights = ops.route(logits, router, correction, scales)
+    ids, weights = ops.route(logits, router, correction, scales, None)
     for row, chosen, shares in zip(logits.tolist(), ids, weights, strict=True):
         wanted, expected = by_definition(row, router, added, each)
         assert chosen.tolist() == wanted
@@ -115,7 +118,7 @@ def test_experts_are_chosen_by_definition(ops: Ops, router: Router) -> None:
 def test_a_row_of_nan_chooses_existing_experts(ops: Ops) -> None:
     logits = torch.full((2, 6), torch.nan)
     logits[1] = torch.arange(6)
-    ids, _ = ops.route(logits, Router(6, 2), None, None)
+    ids, _ = ops.route(logits, Router(6, 2), None, None, None)
     assert len(set(ids[0].tolist())) == 2 and int(ids.min()) >= 0 and int(ids.max()) < 6
     assert ids[1].tolist() == [5, 4]
 
@@ -152,7 +155,7 @@ def routed(rows: int, dtype: torch.dtype, loads: str) -> tuple[Tensor, Tensor, T
     logits = torch.randn(rows, EXPERTS, generator=generator)
     if loads == "skewed":  # all rows have the same experts, the others none
         logits += torch.tensor([9.0, -9.0, 9.0, -9.0, -9.0, 9.0])
-    return x, *REFERENCE.route(logits, Router(EXPERTS, ACTIVE), None, None)
+    return x, *REFERENCE.route(logits, Router(EXPERTS, ACTIVE), None, None, None)
 
 
 @needs_native

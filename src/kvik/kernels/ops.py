@@ -179,8 +179,9 @@ class Ops:
         If the kind of the weight says so, x is first rounded to x_scale * (-127..127), half to
         even. x_scale = absmax / 127 of a token (of each group if the weight has groups), or 1 if
         that is 0
-    route(logits [tokens, experts] fp32, router, correction, scales [experts] fp32 or None) -> (ids
-        [tokens, active] int64, weights [tokens, active] fp32), the best first; see `Router`
+    route(logits [tokens, experts] fp32, router, correction, scales [experts] fp32 or None,
+        given_ids [tokens, active] int64 or None) -> (ids [tokens, active] int64, weights [tokens,
+        active] fp32), the best first; see `Router`. With `given_ids` these are chosen
     expert_set(up, down) -> ExpertSet, of matrices as `matrix` makes them
     experts(x [tokens, inputs], ids, weights or None, experts, residual [tokens, outputs] or None)
         -> [tokens, outputs], residual + the sum over a token's experts of weight * down(up(x)), in
@@ -231,9 +232,11 @@ class Ops:
     weighted_sums(x [tokens, parts * dim], weights [tokens, sums, parts] fp32, residual [tokens,
         sums * dim] or None) -> [tokens, sums * dim], residual + for each sum the parts of x times
         weights
-    stream_weights(x [tokens, dim], logits [tokens, n] fp32, factors [3, n] fp32: gains, biases and
-        largest, eps, plus) -> [tokens, n] fp32: largest * sigmoid(gain * logits / rms(x) + bias) +
-        plus
+    stream_weights(x [tokens, dim], logits [tokens, n] fp32, factors [4, n] fp32: gains, biases,
+        largest and smallest, eps, streams, rounds) -> [tokens, n] fp32: largest * sigmoid(gain *
+        logits / rms(x) + bias) + smallest. The last streams^2 of them are a matrix, and the result
+        has its transpose: the softmax of its rows plus smallest, whose columns, then rows and
+        columns by turns, are divided by their sums plus smallest, `rounds` times those of columns
     softcap(x [rows, dim] fp32, cap) -> None; in place: cap * tanh(x / cap)
     gated(x [tokens, dim], gate [tokens, gates] of the dtype of x or fp32, by) -> x * by(gate), or x
         * gate if `by` is "none"; each gate is for dim / gates columns
@@ -267,7 +270,9 @@ class Ops:
     matrix: Callable[[MatrixSpec], Matrix]
     pack_rows: Callable[[Matrix, int, Weight], None]
     linear: Callable[[Tensor, Matrix, Tensor | None], Tensor]
-    route: Callable[[Tensor, Router, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
+    route: Callable[
+        [Tensor, Router, Tensor | None, Tensor | None, Tensor | None], tuple[Tensor, Tensor]
+    ]
     expert_set: Callable[[Sequence[Matrix], Sequence[Matrix]], ExpertSet]
     experts: Callable[[Tensor, Tensor, Tensor | None, ExpertSet, Tensor | None], Tensor]
     linear_each: Callable[[Tensor, Matrix, int], Tensor]
@@ -291,7 +296,7 @@ class Ops:
     clipped: Callable[[Tensor, float], Tensor]
     joined: Callable[[Tensor, Tensor], Tensor]
     weighted_sums: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    stream_weights: Callable[[Tensor, Tensor, Tensor, float, float], Tensor]
+    stream_weights: Callable[[Tensor, Tensor, Tensor, float, int, int], Tensor]
     softcap: Callable[[Tensor, float], None]
     gated: Callable[[Tensor, Tensor, Gate], Tensor]
     causal_conv: Callable[[Tensor, Tensor, Tensor | None, Tensor, Sequences, bool], Tensor]

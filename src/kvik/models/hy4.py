@@ -54,9 +54,8 @@ def stream_weights(
     return builder.stream_weights(
         (matrix, biases, gains),
         spec.residual_width,
-        [(streams.count, weight) for weight in largest],
+        [(streams.count, weight, streams.smallest) for weight in largest],
         spec.norm_eps,
-        streams.smallest,
     )
 
 

@@ -1076,36 +1076,38 @@ class Builder(LayerBuilder):
         self,
         names: tuple[str, str, str],
         width: int,
-        largest: Sequence[tuple[int, float]],
+        runs: Sequence[tuple[int, float, float]],
         eps: float,
-        smallest: float,
+        streams: int = 0,
+        rounds: int = 0,
     ) -> Mixture:
         """Return a layer that computes weights of residual streams from all of them.
 
         Args:
             names: of a matrix, of biases, and of a gain for each run of weights.
             width: of all streams together.
-            largest: runs of weights, as their number and the largest of their weights.
+            runs: of weights, as their number, the largest of them without the smallest, and the
+                smallest.
             eps: of the norm of the streams.
-            smallest: the smallest weight, and what is added to the largest.
+            streams, rounds: see `Ops.stream_weights`.
         """
         matrix, biases, gains = map(self._name, names)
-        counts = torch.tensor([count for count, _ in largest])
+        counts = torch.tensor([count for count, _, _ in runs])
         n = int(counts.sum())
         kind = float_kind(self.dtype)
         spec = MatrixSpec(kind, n, width, False, None, torch.float32, self.device, replicable=True)
         linear = Linear(self.ops, self.storage.matrix(matrix, spec))
-        factors = self.storage.tensor(biases, (3, n), torch.float32, self.device)
+        factors = self.storage.tensor(biases, (4, n), torch.float32, self.device)
         if not self.storage.names:
-            each = torch.tensor([value for _, value in largest])
-            factors[2].copy_(each.repeat_interleave(counts))
+            each = torch.tensor([ends for _, *ends in runs])
+            factors[2:].copy_(each.t().repeat_interleave(counts, 1))
             rows = torch.empty(n, width, dtype=self.dtype, device="meta")
             self._declare(matrix, rows, "matrix", partial(self._fill_rows, linear.matrix))
             self._declare(biases, factors[1], "bias")
             fill = partial(_fill_each, factors[0], counts)
-            self._declare(gains, torch.empty(len(largest), device="meta"), "gain", fill)
+            self._declare(gains, torch.empty(len(runs), device="meta"), "gain", fill)
         ops = self.ops
-        return lambda x: ops.stream_weights(x, linear(x), factors, eps, smallest)
+        return lambda x: ops.stream_weights(x, linear(x), factors, eps, streams, rounds)
 
     def _fill_rows(self, matrix: Matrix, first: int, values: Tensor) -> None:
         self.ops.pack_rows(matrix, first, float_weight(values.to(self.dtype)))

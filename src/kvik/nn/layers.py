@@ -367,7 +367,7 @@ class Experts:
     ) -> Tensor:
         """See `RoutedExperts`."""
         logits = self.router(x if routed_by is None else routed_by, ctx)
-        ids, weights = self.ops.route(logits, self.rule, self.correction, self.scales)
+        ids, weights = self.ops.route(logits, self.rule, self.correction, self.scales, None)
         if self.shared is not None and self.gate is None:
             residual = self.shared(x, ctx, residual)
         elif self.shared is not None and self.gate is not None:

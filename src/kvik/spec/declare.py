@@ -965,15 +965,16 @@ class LayerBuilder:
         self,
         names: tuple[str, str, str],
         width: int,
-        largest: Sequence[tuple[int, float]],
+        runs: Sequence[tuple[int, float, float]],
         eps: float,
-        smallest: float,
+        streams: int = 0,
+        rounds: int = 0,
     ) -> Mixture:
         matrix, biases, gains = names
-        count = sum(count for count, _ in largest)
+        count = sum(count for count, _, _ in runs)
         self.linear(matrix, width, count, bias=False, role="mixture")
         self._other(biases, count)
-        self._other(gains, len(largest))
+        self._other(gains, len(runs))
         return _LISTED
 
     def gated(self, by: str = "none") -> Gated:

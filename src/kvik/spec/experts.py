@@ -18,7 +18,8 @@ EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_
 STEP_KEYS = ("decoder_sparse_step", "interleave_moe_layer_step")
 SWITCH = "enable_moe_block"  # of families that have experts or none
 SPARSE, DENSE = "sparse", "dense"  # of `mlp_layer_types`
-Scores = Literal["softmax", "sigmoid", "sparsemixer", "logit"]  # as in csrc/arguments.hpp
+# As in csrc/arguments.hpp.
+Scores = Literal["softmax", "sigmoid", "sparsemixer", "logit", "sqrtsoftplus"]
 SCORES: tuple[Scores, ...] = get_args(Scores)
 
 
@@ -26,12 +27,13 @@ SCORES: tuple[Scores, ...] = get_args(Scores)
 class Router:
     """How the experts of a token are chosen from its logits, one for each expert.
 
-    Scores are the softmax or the sigmoid of the logits. The experts with the highest score plus
-    correction are chosen (DeepSeek-V3, arXiv 2412.19437); ties go to the lower id. The weight of a
-    chosen expert is its score without correction. With "sparsemixer" (Liu et al. 2024, arXiv
-    2409.12136) scores are the logits. The weight is a softmax over the logits x that were not
-    chosen before and are near the chosen one s: (s - x) / max(|x|, s) is at most twice the jitter.
-    With "logit" scores are the logits, too, and the weight is the sigmoid of the chosen one.
+    Scores are the softmax or the sigmoid of the logits, or the root of their softplus. The experts
+    with the highest score plus correction are chosen (DeepSeek-V3, arXiv 2412.19437); ties go to
+    the lower id. The weight of a chosen expert is its score without correction. With "sparsemixer"
+    (Liu et al. 2024, arXiv 2409.12136) scores are the logits. The weight is a softmax over the
+    logits x that were not chosen before and are near the chosen one s: (s - x) / max(|x|, s) is at
+    most twice the jitter. With "logit" scores are the logits, too, and the weight is the sigmoid of
+    the chosen one.
     """
 
     # experts, active: number of experts, in total and per token.

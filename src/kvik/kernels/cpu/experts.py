@@ -35,7 +35,12 @@ class CpuExperts:
         self._shared = shared
 
     def route(
-        self, logits: Tensor, router: Router, correction: Tensor | None, scales: Tensor | None
+        self,
+        logits: Tensor,
+        router: Router,
+        correction: Tensor | None,
+        scales: Tensor | None,
+        given_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `Ops.route`."""
         tokens = logits.shape[0]
@@ -56,6 +61,7 @@ class CpuExperts:
             scale=router.scale,
             each_scale=scales,
             jitter=router.jitter,
+            given=given_ids,
             ids=ids,
             weights=weights,
         )

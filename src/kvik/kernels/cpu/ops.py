@@ -183,7 +183,7 @@ class _Operations:
         return out
 
     def stream_weights(
-        self, x: Tensor, logits: Tensor, factors: Tensor, eps: float, plus: float
+        self, x: Tensor, logits: Tensor, factors: Tensor, eps: float, streams: int, rounds: int
     ) -> Tensor:
         y = self.native.empty(*logits.shape, dtype=torch.float32)
         self.native.launch(
@@ -195,7 +195,8 @@ class _Operations:
             dim=x.shape[1],
             columns=logits.shape[1],
             eps=eps,
-            plus=plus,
+            streams=streams,
+            rounds=rounds,
         )
         return y
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvik.kernels.weights import ExpertSet, Matrix
@@ -19,12 +20,17 @@ Product = Callable[[Tensor, Matrix, Tensor | None], Tensor]  # `Ops.linear`
 
 
 def route(
-    logits: Tensor, router: Router, correction: Tensor | None, scales: Tensor | None
+    logits: Tensor,
+    router: Router,
+    correction: Tensor | None,
+    scales: Tensor | None,
+    given_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose the experts of each token; see `Router`.
 
     Args:
         logits: [tokens, experts] fp32. correction, scales: [experts] fp32.
+        given_ids: [tokens, active] int64, the ids; None: those with the best scores.
 
     Returns:
         ids [tokens, active] int64, the best first, and their weights in fp32.
@@ -32,12 +38,15 @@ def route(
     scores = logits
     if router.scores in ("softmax", "sigmoid"):
         scores = logits.sigmoid() if router.scores == "sigmoid" else logits.softmax(-1)
+    elif router.scores == "sqrtsoftplus":
+        scores = F.softplus(logits).sqrt()
     scores = scores.nan_to_num(0.0)
     choice = scores if correction is None else scores + correction
     if router.groups > 1:
         choice = _of_kept_groups(choice, router)
     # A stable sort puts the lower of equal ids first.
     ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : router.active]
+    ids = ids if given_ids is None else given_ids
     mixes = router.scores == "sparsemixer"
     weights = _among_near(scores, ids, router.jitter) if mixes else scores.gather(1, ids)
     if router.scores == "logit":

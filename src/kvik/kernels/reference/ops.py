@@ -261,11 +261,20 @@ def weighted_sums(x: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor
     return total.flatten(1).to(x.dtype)
 
 
-def stream_weights(x: Tensor, logits: Tensor, factors: Tensor, eps: float, plus: float) -> Tensor:
+def stream_weights(
+    x: Tensor, logits: Tensor, factors: Tensor, eps: float, streams: int, rounds: int
+) -> Tensor:
     """See `Ops`."""
-    gains, biases, largest = factors
+    gains, biases, largest, smallest = factors
     scale = (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
-    return largest * torch.sigmoid(logits * scale * gains + biases) + plus
+    inputs, single = logits * scale * gains + biases, logits.shape[1] - streams**2
+    weights = largest * torch.sigmoid(inputs) + smallest
+    if not streams:
+        return weights
+    matrix = inputs[:, single:].unflatten(1, (streams, streams)).softmax(2) + smallest[-1]
+    for turn in range(2 * rounds - 1):
+        matrix = matrix / (matrix.sum(1 + turn % 2, keepdim=True) + smallest[-1])
+    return torch.cat((weights[:, :single], matrix.mT.flatten(1)), 1)
 
 
 def softcap(x: Tensor, cap: float) -> None:

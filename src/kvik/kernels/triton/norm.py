@@ -119,24 +119,48 @@ def activate_top_kernel(
 # Otherwise steps of 1 token, or of a multiple of 16, would be compiled separately.
 @triton.jit(do_not_specialize=["rows"])
 def stream_weights_kernel(
-    x, logits, factors, out, rows, stride, logits_stride, dim, columns, eps, plus,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    x, logits, factors, out, rows, stride, logits_stride, dim, columns, eps, rounds,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, STREAMS: tl.constexpr,
+    SIDE: tl.constexpr,
 ):  # fmt: skip
-    """grid [groups of rows]; x [rows, dim], logits [rows, columns], factors [3, columns], out
-    [rows, columns]"""
+    """grid [groups of rows]; x [rows, dim], logits [rows, columns], factors [4, columns], out
+    [rows, columns]. SIDE: STREAMS, or the next power of two."""
     there, _, _, mask = _rows_of(rows, 1, stride, 0, dim, ROWS, DIM)
     wide = tl.load(x + there, mask=mask, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / dim + eps)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     at = tl.arange(0, COLUMNS)
-    one, all_of = at < columns, (row < rows)[:, None] & (at < columns)[None, :]
+    single = columns - STREAMS * STREAMS
+    one, all_of = at < single, (row < rows)[:, None] & (at < single)[None, :]
     gains = tl.load(factors + at, mask=one, other=0.0)
     biases = tl.load(factors + columns + at, mask=one, other=0.0)
     most = tl.load(factors + 2 * columns + at, mask=one, other=0.0)
+    least = tl.load(factors + 3 * columns + at, mask=one, other=0.0)
     each = tl.load(logits + row[:, None] * logits_stride + at[None, :], mask=all_of, other=0.0)
     shares = sigmoid(each * scale[:, None] * gains[None, :] + biases[None, :])
     to = out + row[:, None] * columns + at[None, :]
-    tl.store(to, most[None, :] * shares + plus, mask=all_of)
+    tl.store(to, most[None, :] * shares + least[None, :], mask=all_of)
+    if STREAMS > 0:
+        i, j = tl.arange(0, SIDE)[None, :, None], tl.arange(0, SIDE)[None, None, :]
+        inside = (i < STREAMS) & (j < STREAMS)
+        of = single + i * STREAMS + j
+        gains = tl.load(factors + of, mask=inside, other=0.0)
+        biases = tl.load(factors + columns + of, mask=inside, other=0.0)
+        least = tl.load(factors + 4 * columns - 1)
+        # What is added to sums; to those of padding, so that they are not 0.
+        of_rows, of_columns = tl.where(i < STREAMS, least, 1.0), tl.where(j < STREAMS, least, 1.0)
+        mask = inside & (row < rows)[:, None, None]
+        each = tl.load(logits + row[:, None, None] * logits_stride + of, mask=mask, other=0.0)
+        m = tl.where(inside, each * scale[:, None, None] * gains + biases, float("-inf"))
+        m = tl.exp(m - tl.max(tl.where(i < STREAMS, m, 0.0), 2, keep_dims=True))
+        total = tl.sum(m, 2, keep_dims=True) + tl.where(i < STREAMS, 0.0, 1.0)
+        m = tl.where(inside, m / total + least, 0.0)
+        m = m / (tl.sum(m, 1, keep_dims=True) + of_columns)
+        for _ in range(rounds - 1):
+            m = m / (tl.sum(m, 2, keep_dims=True) + of_rows)
+            m = m / (tl.sum(m, 1, keep_dims=True) + of_columns)
+        there = out + row[:, None, None] * columns + single + j * STREAMS + i
+        tl.store(there, m, mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -176,7 +200,9 @@ def activate_top(x: Tensor, activation: Activation, deviations: float) -> Tensor
     return out
 
 
-def stream_weights(x: Tensor, logits: Tensor, factors: Tensor, eps: float, plus: float) -> Tensor:
+def stream_weights(
+    x: Tensor, logits: Tensor, factors: Tensor, eps: float, streams: int, rounds: int
+) -> Tensor:
     """See `Ops`."""
     rows, dim = x.shape
     columns = logits.shape[1]
@@ -184,8 +210,9 @@ def stream_weights(x: Tensor, logits: Tensor, factors: Tensor, eps: float, plus:
     block, at_once, warps = shape_of(dim)
     launch(
         stream_weights_kernel, (ceil_div(rows, at_once),), (x, logits, factors, out),
-        (rows, x.stride(0), logits.stride(0), dim, columns, eps, plus),
-        (power_of_two(columns), at_once, block), num_warps=warps,
+        (rows, x.stride(0), logits.stride(0), dim, columns, eps, rounds),
+        (power_of_two(columns), at_once, block, streams, power_of_two(streams or 1)),
+        num_warps=warps,
     )  # fmt: skip
     return out
 

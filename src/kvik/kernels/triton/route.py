@@ -55,22 +55,35 @@ def _of_kept_groups(
 
 
 @triton.jit
+def _root_softplus(x):
+    """sqrt(max(x, 0) + log(1 + y)) with y = exp(-|x|) and log(1 + y) = 2 artanh(y / (2 + y))."""
+    y = tl.exp(-tl.abs(x))
+    z = y / (y + 2.0)
+    series = tl.full(x.shape, 1.0 / 15.0, tl.float32)
+    for n in tl.static_range(7):
+        series = series * z * z + 1.0 / (13.0 - 2.0 * n)
+    return tl.sqrt(tl.maximum(x, 0.0) + 2.0 * z * series)
+
+
+@triton.jit
 def route_kernel(
-    logits, correction, each_scale, ids, weights, stride, scale, jitter,
+    logits, correction, each_scale, given, ids, weights, stride, scale, jitter,
     EXPERTS: tl.constexpr, ACTIVE: tl.constexpr, SCORES: tl.constexpr, GROUPS: tl.constexpr,
     KEPT: tl.constexpr, TWO: tl.constexpr, NORMALISED: tl.constexpr, GROUP_BLOCK: tl.constexpr,
     SIZE_BLOCK: tl.constexpr, ACTIVE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grid [tokens]; logits [tokens, EXPERTS], correction and each_scale [EXPERTS] or None, ids and
-    weights [tokens, ACTIVE]. The experts of a group are a row of a tile. SCORES: index in `SCORES`.
-    TWO: the score of a group is the sum of its best two."""
+    """grid [tokens]; logits [tokens, EXPERTS], correction and each_scale [EXPERTS] or None, given
+    (or None), ids and weights [tokens, ACTIVE]. The experts of a group are a row of a tile. SCORES:
+    index in `SCORES`. TWO: the score of a group is the sum of its best two."""
     token = tl.program_id(0).to(tl.int64)
     SIZE: tl.constexpr = EXPERTS // GROUPS
     group, place = tl.arange(0, GROUP_BLOCK)[:, None], tl.arange(0, SIZE_BLOCK)[None, :]
     expert = group * SIZE + place
     inside = (group < GROUPS) & (place < SIZE)
     x = tl.load(logits + token * stride + expert, mask=inside, other=float("-inf"))
-    if SCORES >= 2:
+    if SCORES == 4:
+        scores = _root_softplus(x)
+    elif SCORES >= 2:
         scores = tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -MOST), MOST)
     elif SCORES == 1:
         scores = sigmoid(x)
@@ -91,6 +104,8 @@ def route_kernel(
     for i in range(ACTIVE):
         best = tl.max(tl.max(tl.where(left == BEHIND, float("-inf"), choice), 1), 0)
         chosen = tl.min(tl.min(tl.where(choice == best, left, BEHIND), 1), 0)
+        if given is not None:
+            chosen = tl.load(given + token * ACTIVE + i).to(tl.int32)
         score = tl.sum(tl.sum(tl.where(left == chosen, scores, 0.0), 1), 0)
         if SCORES == 2:
             far = (score - scores) / tl.maximum(tl.abs(scores), score) > 2.0 * jitter
@@ -112,7 +127,11 @@ def route_kernel(
 
 
 def route(
-    logits: Tensor, router: Router, correction: Tensor | None, scales: Tensor | None
+    logits: Tensor,
+    router: Router,
+    correction: Tensor | None,
+    scales: Tensor | None,
+    given_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `Ops.route`."""
     shape, device = (len(logits), router.active), logits.device
@@ -132,7 +151,7 @@ def route(
         power_of_two(router.experts // router.groups),
         power_of_two(router.active),
     )
-    tensors = (logits, correction, scales, ids, weights)
+    tensors = (logits, correction, scales, given_ids, ids, weights)
     numbers = (logits.stride(0), router.scale, router.jitter)
     launch(route_kernel, (len(logits),), tensors, numbers, constants, num_warps=1)
     return ids, weights
