@@ -177,6 +177,21 @@ def test_latent_vectors_in_fp32_are_not_converted() -> None:
     assert found == "triton"
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("kv_cache_dtype", "int8"), ("block_size", 6), ("tensor_parallel_size", 2)),
+        *(("pipeline_parallel_size", 2), ("spec_method", "medusa"), ("attention_backend", "cpu")),
+        ("window", 64),
+    ],
+)
+def test_what_entries_that_sum_up_tokens_do_not_allow(field: str, value: object) -> None:
+    spec = ModelSpec.from_config(PUBLIC["DeepSeek-V4-Flash"])
+    more = {"spec_model": "heads"} if field == "spec_method" else {}
+    with pytest.raises(ConfigError, match=rf"^{field}: .* entries that sum up tokens"):
+        resolve(EngineConfig(**{field: value, **more}), spec, LAPTOP, "somewhere")
+
+
 def test_latent_vectors_are_not_stored_in_four_bits() -> None:
     with pytest.raises(ConfigError, match="^kv_cache_dtype: int4 cannot store latent vectors"):
         resolve(EngineConfig(kv_cache_dtype="int4"), latent(), LAPTOP, "somewhere")

@@ -361,6 +361,10 @@ PUBLIC: dict[str, dict[str, Any]] = {
             "moe_layer_freq": [0] * 3 + [1] * 57,
         },
     },
+    "DeepSeek-V4-Flash": config(
+        "DeepseekV4ForCausalLM",
+        vocab=129280, hidden=4096, inner=2048, layers=43, heads=64, kv_heads=1, positions=1048576,
+    ),
     "Hy4-preview": config(
         "HYV4ForCausalLM",
         vocab=120832, hidden=2816, inner=6912, layers=34, heads=32, kv_heads=32, positions=262144,

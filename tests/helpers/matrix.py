@@ -289,6 +289,17 @@ STREAMS = {  # the same over several residual streams, with sinks and gates
     "hc_mult": 3,
     "learnable_sink_init": 0.5,
 }
+ENTRIES = model_config(  # windows, and entries that sum up tokens; some experts by the token
+    "DeepseekV4ForCausalLM",
+    vocab=96, hidden=32, inner=32, layers=3, heads=4, kv_heads=1, head_dim=16, positions=256,
+    qk_rope_head_dim=8, q_lora_rank=24, o_groups=2, o_lora_rank=12, moe_intermediate_size=24,
+    n_routed_experts=6, num_experts_per_tok=3, sliding_window=24, num_hash_layers=1, index_topk=6,
+    compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 20},
+    layer_types=[
+        "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+    ],
+    index_n_heads=8, index_head_dim=16, torch_dtype="float32",
+)  # fmt: skip
 BLOCKS = model_config(  # blocks of keys that KV heads choose; an MLP, then experts
     "MiniMaxM3VLForCausalLM",
     vocab=96, hidden=64, inner=32, layers=3, heads=4, kv_heads=2, head_dim=32, positions=256,
@@ -349,6 +360,7 @@ def make_model(name: str, folder: Path) -> dict[str, object]:
     configs |= {"spaces": SPACES, "beside": BESIDE, "rows": ROWS, "indexed": INDEXED}
     configs |= {"pure": PURE, "channels": CHANNELS, "narrow": NARROW, "gpt-oss": GPT_OSS}
     configs |= {"alibi": ALIBI, "streams": STREAMS, "blocks": BLOCKS}
+    configs |= {"entries": ENTRIES}
     config = configs.get(name, WINDOWED)
     (folder / "config.json").write_text(json.dumps(config))
     return {"model": str(folder), "load_format": "random", "seed": 3}

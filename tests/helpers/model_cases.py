@@ -7,6 +7,7 @@ from typing import Any
 from helpers.tiny_models import (
     BAILING,
     COMPASS,
+    COMPRESSED,
     DELTA,
     GEMMA3N,
     IN_BLOCKS,
@@ -610,6 +611,25 @@ CASES = {
         mlp_layer_types=["sparse", "dense", "sparse"],
         rotary_dim=16,
         rope_parameters={"rope_theta": 1e4, "rope_type": "default"},
+    ),
+    "deepseek-v4": case("DeepseekV4", COMPRESSED),
+    "deepseek-v4-yarn": case(
+        "DeepseekV4",
+        COMPRESSED,
+        hc_mult=3,
+        hc_eps=0.01,
+        rms_norm_eps=0.1,
+        routed_scaling_factor=2.5,
+        index_topk=3,
+        compress_rates={"compressed_sparse_attention": 6, "heavily_compressed_attention": 16},
+        layer_types=["heavily_compressed_attention"] + 2 * ["compressed_sparse_attention"],
+        mlp_layer_types=["hash_moe", "hash_moe", "moe"],
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
     ),
     "hunyuan-4": case("HYV4", INDEXED, hc_mult=4, learnable_sink_init=0.7),
     "hunyuan-4-shared": case(

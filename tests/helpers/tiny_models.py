@@ -176,6 +176,31 @@ IN_BLOCKS: dict[str, Any] = {  # of MiniMax-M3: each query reads three blocks of
 }
 
 
+COMPRESSED: dict[str, Any] = {  # of DeepSeek V4: windows of 16 keys, and of entries five or all
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "q_lora_rank": 24,
+    "o_groups": 2,
+    "o_lora_rank": 12,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "sliding_window": 16,
+    "layer_types": [
+        *("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"),
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    "index_n_heads": 8,
+    "index_head_dim": 16,
+    "index_topk": 5,
+    "hc_sinkhorn_iters": 5,
+}
+
+
 # Families that also read images -> their encoders, as small as possible.
 _VISION = {"depth": 1, "num_heads": 2, "patch_size": 2}
 ENCODERS: dict[str, dict[str, Any]] = {
@@ -230,6 +255,9 @@ def tiny_model(family: str, *, seed: int = 0, **options: Any) -> Any:
                 buffer.uniform_(0.5, 1.5, generator=generator)
             elif name.endswith("correction_bias"):
                 buffer.normal_(0.0, 0.2, generator=generator)
+            elif name.endswith("tid2eid"):
+                drawn = torch.rand(len(buffer), config.n_routed_experts, generator=generator)
+                buffer.copy_(drawn.argsort()[:, : buffer.shape[1]])
     return model
 
 
@@ -246,6 +274,12 @@ def save_tiny(folder: Path, family: str, *, seed: int = 0, **options: Any) -> An
 
 # Parts of names that transformers 5.23 writes -> as in published checkpoints, which it reads.
 PUBLISHED = {
+    "DeepseekV4": {
+        "model.embed_tokens": "embed",
+        "model.hc_head.hc_": "hc_head_",
+        "attn.norm": "attn.kv_norm",
+        "model.": "",
+    },
     "OlmoHybrid": {
         "attention_layer_norm": "input_layernorm",
         "feedforward_layer_norm": "post_attention_layernorm",

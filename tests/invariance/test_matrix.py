@@ -31,6 +31,19 @@ def test_tokens_do_not_depend_on_how_they_are_made(model, expected, column):
     checked_tokens(column, model, expected)
 
 
+ENTRIES = by_name(
+    ALL_COLUMNS,
+    *("chunks of 5", "prefix hits, chunks", "preemption, chunks", "siblings, preemption"),
+    *("memory tier, chunks, two steps in flight", "blocks of 64", "sdpa"),
+)
+
+
+@pytest.mark.parametrize("name", ["entries"])
+@pytest.mark.parametrize("column", ENTRIES, ids=named)
+def test_tokens_do_not_depend_on_when_entries_are_made(model, expected, column):
+    checked_tokens(column, model, expected)
+
+
 OF_THE_CACHE = ("bfloat16", *(name for name in FORMATS if name.startswith("KV")))
 
 

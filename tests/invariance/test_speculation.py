@@ -46,6 +46,13 @@ def texts(model, expected) -> list[list[int]]:
     return [[*p, *tokens] for p, tokens in zip(prompts(vocab), expected, strict=True)]
 
 
+@pytest.mark.parametrize("name", ["entries"])
+@pytest.mark.parametrize("drafter", ["right now and then", "always wrong"])
+@pytest.mark.parametrize("column", by_name(COLUMNS, "preemption, chunks", "siblings"), ids=named)
+def test_rejected_drafts_leave_no_entries(model, expected, texts, column, drafter, monkeypatch):
+    check_drafts(model, expected, texts, column, drafter, monkeypatch)
+
+
 @TWO_MODELS  # with each model, the next test runs some columns
 @pytest.mark.each(1)  # a drafter needs no more of a column than room for its tokens
 @pytest.mark.parametrize("drafter", EVERYWHERE)

@@ -131,7 +131,7 @@ def test_the_same_through_fused_attention(pair: Pair) -> None:
     [
         *("llama-gqa", "mistral-window", "qwen2", "qwen3", "gpt2", "llama-yarn"),
         *("llama-head-dim-16", "mistral-head-dim", "qwen2-window-head-dim-16", "gpt2-head-dim-16"),
-        *("lfm2", "qwen3.5"),
+        *("lfm2", "qwen3.5", "deepseek-v4"),
     ],
 )
 def test_bf16_is_as_close_to_fp32_as_transformers_is(

@@ -83,6 +83,7 @@ def test_forwards_only_compute_in_operations(case: str, dtype: torch.dtype) -> N
     backend.run = foreign.wrap(backend.run)
     backend.run_latent = foreign.wrap(backend.run_latent)
     backend.choose = foreign.wrap(backend.choose)
+    backend.run_compressed = foreign.wrap(backend.run_compressed)
     paged.model = Watched(paged.model, foreign)
     paged.logits(tokens(9), chunk=5)
     assert foreign.found == []

@@ -12,6 +12,7 @@ from helpers.configs import PUBLIC
 from helpers.model_cases import CASES
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import (
+    COMPRESSED,
     DELTA,
     IMAGE_PREFIXES,
     IN_BLOCKS,
@@ -115,7 +116,10 @@ def test_masks_in_old_gpt2_checkpoints_are_ignored(tmp_path: Path) -> None:
     torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("family", "options"), [("HYV4", INDEXED), ("MiniMaxM3VL", IN_BLOCKS)])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("HYV4", INDEXED), ("MiniMaxM3VL", IN_BLOCKS), ("DeepseekV4", COMPRESSED)],
+)
 def test_names_as_transformers_writes_them(
     family: str, options: dict[str, Any], tmp_path: Path
 ) -> None:

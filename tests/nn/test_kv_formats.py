@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.configs import PUBLIC
 from helpers.windows import as_window
 
+from kvik.models.model_spec import ModelSpec
 from kvik.nn.kv_formats import KVCache, allocate_kv
 from kvik.spec.kv import KV_FORMATS, KVCacheSpec, block_bytes, group_layers, stored_as
 
@@ -103,6 +105,13 @@ SHAPES = [
     ((3, 1, 16), (12, 1, 8), 3, 0),  # E2B: two layers with a window in the space of a full one
     ((2, 3, 8), (4, 2, 8), 2, 0),  # sizes without a common fraction: separate memory
 ]
+
+
+def test_entries_share_the_memory_of_what_they_are_made_of() -> None:
+    specs = ModelSpec.from_config(PUBLIC["DeepSeek-V4-Flash"]).kv_specs(2)
+    groups = group_layers(specs)
+    kv = allocate_kv(groups, 3, 16, BF16, CPU)
+    assert pool_bytes(kv) == 3 * block_bytes(groups, 16) == 3 * 16 * 3072 * 2
 
 
 @pytest.mark.parametrize("format", ["auto", "int8", "int4"])

@@ -57,6 +57,7 @@ from kvik.spec.visible_keys import Window
         ("kimi-linear-48b-a3b", 49_122_681_728),
         ("MiniMax-M3", 426_174_572_928),
         ("Hy4-preview", 58_278_201_581),
+        ("DeepSeek-V4-Flash", 284_328_206_295),
         ("Ling-3.0-Flash", 124_414_211_552),
         ("Compass, usual sizes", 34_980_831_232),
         ("Step-3.7-Flash", 196_955_466_816),
@@ -131,6 +132,8 @@ def test_parameter_counts_of_public_models(name: str, count: int) -> None:
         ("Qwen3.6-35B-A3B", 10 * 2 * 2 * 256 * 2),
         ("MiniMax-M2", 62 * 2 * 8 * 128 * 2),
         ("GLM-4.7-Flash", 47 * (512 + 64) * 2),
+        # keys; inputs of entries; and entries with their keys, in the place of four tokens
+        ("DeepSeek-V4-Flash", (43 * 640 + 23 * 1024 + 20 * (2560 + 32)) * 2),
     ],
 )
 def test_kv_bytes_per_token_in_16_bits(name: str, size: int) -> None:
@@ -374,6 +377,7 @@ SHARED = {"shared_expert_intermediate_size": 16}
 
 # Keys that some architectures need in addition to the others.
 OWN_KEYS: dict[str, dict[str, Any]] = {
+    "DeepseekV4ForCausalLM": {"o_groups": 2},
     "GPT2LMHeadModel": PUBLIC["gpt2"],
     "OpenAIGPTLMHeadModel": PUBLIC["GPT"],
     "GPTJForCausalLM": PUBLIC["gpt2"],

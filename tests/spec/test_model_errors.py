@@ -20,6 +20,7 @@ from kvik.models.registry import ARCHITECTURES
 from kvik.spec.rope import ROPE_KINDS
 
 BLOCKS = {**IN_BLOCKS, "num_hidden_layers": 3, "hidden_act": None}
+HEAVY = "heavily_compressed_attention"
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["T5Model"]}, "architectures"),
     ({"architectures": ...}, "architectures"),
@@ -83,7 +84,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
     ({"head_dim": 578}, "head_dim"),
     ({"hidden_size": 1156, "num_attention_heads": 2}, "num_attention_heads"),
-    ({"architectures": ["DeepseekV4ForCausalLM"]}, "architectures"),
     ({"index_topk": 2048}, "index_topk"),
     ({"layer_types": ["full_attention"] * 3 + ["deepseek_sparse_attention"]}, "layer_types"),
     ({"layer_types": ["heavily_compressed_attention"] * 4}, "layer_types"),
@@ -224,6 +224,25 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
             *(("index_n_heads", 1), ("index_head_dim", 8), ("index_block_size", 12)),
             *(("index_block_size", 2048), ("index_local_blocks", 4), ("swiglu_alpha", 1.0)),
             *(("layer_types", ["full_attention"]), ("layer_types", ["sliding_attention"] * 2)),
+        )
+    ),
+    *(
+        (of("DeepseekV4", **{"o_groups": 2, "head_dim": 32, **changes}), key)
+        for key, changes in (
+            ("swiglu_limit", {"swiglu_limit": 7.0}),
+            ("head_dim", {"head_dim": 34}),
+            ("o_groups", {"o_groups": 3}),
+            ("hc_sinkhorn_iters", {"hc_sinkhorn_iters": 0}),
+            ("compress_rate_csa", {"compress_rate_csa": 3}),
+            ("compress_rate_hca", {"sliding_window": 64}),
+            ("compress_rates heavily_compressed_attention", {"compress_rates": {HEAVY: 129}}),
+            ("compress_ratios", {"compress_ratios": [0, 4, 8, 4]}),
+            ("layer_types", {"layer_types": ["sliding_attention"]}),
+            ("layer_types", {"layer_types": ["full_attention"] * 4}),
+            ("index_head_dim", {"index_head_dim": 2}),
+            ("mlp_layer_types", {"mlp_layer_types": ["dense"] * 4}),
+            ("n_shared_experts", {"n_shared_experts": 2}),
+            ("scoring_func", {"scoring_func": "tanh"}),
         )
     ),
     *(

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvik.attention.budget import weights_of
+from kvik.attention.compressed import AttendCompressed, attend_compressed
 from kvik.attention.indexed import Choice, Indexed, choose_keys, index_keys
 from kvik.attention.layout import StepLayout
 from kvik.errors import ConfigError
@@ -321,6 +322,15 @@ class AttentionBackend:
             return self.run_chosen(attend, attend.choice)
         means = self.run(attend.joined(self._ops))[..., : attend.up.rank]
         return attend.up.to_values(self._ops, means)
+
+    def run_compressed(self, attend: AttendCompressed) -> Tensor:
+        """Write what this step adds to the caches of a layer, then attend over its window and its
+        entries, in torch for all backends.
+
+        Returns:
+            [tokens, heads, head_dim].
+        """
+        return attend_compressed(self._ops, attend)
 
     def choose(self, of: Indexed, kv: LayerKV, layout: StepLayout) -> Choice:
         """Write the keys of a layer's indexer into the cache, and return which keys each token

@@ -47,7 +47,13 @@ class StepLayout:
 
     def slots(self, sequence: int) -> Tensor:
         """Return the KV positions of the keys of a sequence, [keys] int64."""
-        places = torch.arange(self.contexts[sequence], device=self.slot_mapping.device)
+        return self.slots_of(sequence, range(self.contexts[sequence]))
+
+    def slots_of(self, sequence: int, tokens: range) -> Tensor:
+        """Return the KV positions of some tokens of a sequence, [tokens] int64."""
+        stop = max(tokens.start, tokens.stop)
+        device = self.slot_mapping.device
+        places = torch.arange(tokens.start, stop, tokens.step, device=device)
         blocks = self.block_table[sequence].index_select(0, places // self.block_size)
         return blocks.long() * self.block_size + places % self.block_size
 

@@ -19,7 +19,7 @@ from kvik.config.units import show_bytes
 from kvik.errors import CapacityError
 from kvik.fallback import read_spec
 from kvik.models.model_spec import ModelSpec
-from kvik.spec.kv import IndexSpec
+from kvik.spec.kv import CompressedSpec, IndexSpec
 from kvik.spec.layers import LayerSpec
 from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.pooling import PoolingSpec
@@ -185,6 +185,14 @@ def _chosen(index: IndexSpec | None) -> str:
     return f", of which {by} chooses {index.top:,}"
 
 
+def _entries(of: CompressedSpec) -> str:
+    """Return which entries a query reads, and that keys are values."""
+    if not of.every:
+        return " by one vector each"
+    sums = f" by one vector each, and entries of {of.every} earlier ones"
+    return f"{sums}{_chosen(of.index)}"
+
+
 def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
     """Describe a kind of layer: the tokens it sees and its positions, or its state; and experts, or
     that it has only an MLP."""
@@ -211,6 +219,8 @@ def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
     seen = f"see {_seen(layer)}"
     if layer.latent is not None:
         seen += f" by latent vectors of {layer.latent.width}"
+    elif layer.compressed is not None:
+        seen += _entries(layer.compressed)
     elif layer.kv_heads or layer.head_dim:
         seen += " by {} key/value heads of {}".format(*spec.heads(layer))
     seen += _chosen(layer.index)
@@ -257,10 +267,12 @@ def _kind_cost(
         sizes = {
             i: kv.bytes_per_token for g in groups for i, kv in zip(g.layers, g.specs, strict=True)
         }
-    token = sum(sizes.get(i, 0) for i, layer in enumerate(spec.layers) if layer == kind)
+    layers = [i for i, layer in enumerate(spec.layers) if layer == kind]
+    entries = sum(sizes[number] for i in layers for number in spec.entries_of(i))
+    token = sum(sizes.get(i, 0) for i in layers)
     longest = spec.max_context if resolved is None else resolved.scheduler.max_model_len
     seen = longest if kind.window is None else min(longest, kind.window.max_keys)
-    return token, token * seen
+    return token + entries, token * seen + entries * longest
 
 
 def _kv_lines(

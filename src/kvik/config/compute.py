@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvik.config.config import ASKED, EngineConfig, Notes
+from kvik.config.config import ASKED, EngineConfig, Notes, requested_speculation
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.memory import PROMPT_PADDING, TRITON_SDPA, Limit
+from kvik.config.speculative import TREE_METHODS
 from kvik.config.units import show_bytes
 from kvik.errors import ConfigError
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.engine_folder import Built
-from kvik.spec.kv import AUTO, KV_FORMATS
+from kvik.spec.kv import AUTO, ENTRY_TOKENS, KV_FORMATS
 from kvik.spec.model import SHORT_DTYPES
 from kvik.spec.weights import SCHEMES, matrix_kind
 
@@ -87,8 +88,26 @@ def computing_in(
     """Choose kernels, attention backend and KV format for a model in this dtype on this device."""
     kernels = choose_kernels(config, hardware, model, device, dtype, notes)
     attention = choose_attention(config, model, kernels, dtype, gpu, notes)
+    if model.compressed:
+        _check_compressed(config, model, dtype)
     _choose_kv_format(config, model, dtype, notes)
     return Compute(device, gpu, dtype, kernels, attention)
+
+
+def _check_compressed(config: EngineConfig, model: ModelSpec, dtype: str) -> None:
+    """Raise ConfigError if a model whose cache has entries cannot run with these options."""
+    speculation, stored = requested_speculation(config), (AUTO, SHORT_DTYPES[dtype])
+    trees = speculation is not None and speculation.method in TREE_METHODS
+    for wrong, field, allowed in (
+        (config.kv_cache_dtype not in stored, "kv_cache_dtype", f"{' or '.join(stored)}"),
+        (config.block_size % ENTRY_TOKENS, "block_size", f"a multiple of {ENTRY_TOKENS}"),
+        (config.tensor_parallel_size > 1, "tensor_parallel_size", "1"),
+        (config.pipeline_parallel_size > 1, "pipeline_parallel_size", "1"),
+        (trees, "spec_method", "one without trees"),
+    ):
+        if wrong:
+            reason = f"{model.architecture} keeps entries that sum up tokens"
+            raise ConfigError(field, f"must be {allowed}: {reason}")
 
 
 def choose_device(config: EngineConfig, hardware: Hardware, notes: Notes) -> tuple[str, Gpu | None]:
@@ -254,6 +273,8 @@ def _unfit_for_cpu(config: EngineConfig, model: ModelSpec, kernels: str) -> str 
         return "it needs the native kernels"
     if config.kv_cache_dtype == "fp16":
         return "its cache has no fp16"
+    if model.compressed:
+        return NO_ENTRIES
     if config.block_size % LANES:
         return f"block_size {config.block_size} is not a multiple of {LANES}"
     if model.latent is None:
@@ -270,6 +291,8 @@ def _unfit_for_triton(
     """Return why Triton's kernels cannot compute attention; None if they can."""
     if kernels != "triton":
         return "it needs the Triton kernels"
+    if model.compressed:
+        return NO_ENTRIES
     if model.latent is None:
         # Rotation and rounding work on halves of a head; with four bits a half must be whole bytes.
         return _unfit_heads(model, 4 if config.kv_cache_dtype == "int4" else 2)
@@ -309,6 +332,7 @@ def _no_torch_prompts(config: EngineConfig, model: ModelSpec, dtype: str) -> str
     return None
 
 
+NO_ENTRIES = "only torch's operations read entries that sum up tokens"
 BUILT_IN = "as the engine folder was built"
 # Values that leave the choice to kvik.
 LEFT_OPEN: Mapping[str, str] = {

@@ -473,6 +473,9 @@ def with_drafter(
     if options is None or source.spec is None:
         return footprint
     _shared_group(footprint.groups)
+    if source.spec.compressed:
+        reason = f"must name a model of another kind, not {source.spec.architecture}"
+        raise ConfigError("spec_model", f"{reason}: it keeps entries that sum up tokens")
     dim, backend = max(source.spec.head_dims), footprint.attention_backend
     large = dim > MAX_HEAD_DIM and backend in ("cpu", *TRITON_BACKENDS)
     if large or (backend == "cpu" and dim % LANES):

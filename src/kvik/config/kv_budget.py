@@ -94,6 +94,7 @@ def check_model(spec: ModelSpec, field: str = FIELD) -> None:
         (spec.fallback is not None, "runs through transformers, which has a cache of its own"),
         (spec.latent is not None, "attends over latent vectors"),
         (spec.indexed > 0, "has layers that choose keys"),
+        (spec.compressed, "keeps entries that sum up tokens"),
         (any(layer.kv_from is not None for layer in spec.layers), "has layers that share keys"),
         (not spec.full_layers, "has no layers that see all keys"),
         # keys that were moved together would have other distances

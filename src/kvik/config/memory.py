@@ -470,7 +470,7 @@ class Footprint:
     def activations(self, size: StepSize) -> int:
         """Peak of one step."""
         peak = self._tape(size) if self._taped else self._eager(size)
-        peak += self._choosing(size) + self._indexing(size)
+        peak += self._choosing(size) + self._indexing(size) + self._compressing(size)
         if self.adapters is not None:
             peak += self.adapters.step(size.max_num_batched_tokens, self._item)
         if self.stage_ends and not self._taped:  # what a stage gets from the one before
@@ -672,6 +672,25 @@ class Footprint:
         width = self.spec.key_width * (1 if self.spec.latent else 2)
         copies = COPIED * (top + self.block_size) * width * (8 + 3 * item)
         return total + 8 * lists * top * tokens + copies
+
+    def _compressing(self, size: StepSize) -> int:
+        """Return the bytes that attention over entries takes in a layer in addition to other
+        attention: queries and results in fp32, rotated; what entries are made of, in fp32 with
+        copies; the places of all tokens; and keys of the indexer, and entries, in fp32
+        (attention/compressed.py)."""
+        largest, keys, tokens = 0, size.max_model_len, size.max_num_batched_tokens
+        dim = self.spec.head_dim
+        for of in {layer.compressed for layer in self.spec.layers if layer.compressed}:
+            step = 4 * (6 * self.spec.query_width + dim) + 2 * of.inputs(dim) * self._item
+            total = tokens * (step + 8 * 4 * of.inputs(dim)) + keys * 8 * 4
+            if of.every:
+                entries = keys // of.every
+                index = of.index
+                of_index = (index.dim + index.heads) * (4 + self._item) if index else 0
+                read = min(entries, index.top) if index else entries
+                total += entries * (of_index + CHOOSING_NUMBERS * 4) + read * dim * 3 * 4
+            largest = max(largest, total)
+        return largest
 
     def fixed(self, size: StepSize) -> int:
         """Return the bytes of everything except the blocks of the KV cache."""

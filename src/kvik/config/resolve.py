@@ -403,6 +403,7 @@ def as_streamed(config: EngineConfig, spec: ModelSpec, notes: Notes) -> ModelSpe
     for wrong, reason in (
         (spec.latent is not None, "attends over latent vectors"),
         (spec.indexed > 0, "has layers that choose keys"),
+        (spec.compressed, "keeps entries that sum up tokens"),
         (not full, "has no layers that see all keys"),
         (
             not spec.ropes and not spec.states and not any(layer.slopes for layer in spec.layers),

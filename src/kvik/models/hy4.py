@@ -3,7 +3,7 @@ several residual streams.
 
 Attention, and the MLP or experts, read a sum of the streams, and each stream gets the result times
 a weight of its own. All weights depend on the token (hyper-connections, Zhu et al. 2024, arXiv
-2409.19606, section 2; the streams themselves are not mixed).
+2409.19606, section 2; its streams themselves are not mixed).
 """
 
 from __future__ import annotations
@@ -11,7 +11,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvik.models.decoder import Decoder, feed_forward, layer_norms
+from kvik.models.decoder import (
+    NAMES,
+    Decoder,
+    MakeAttention,
+    MakeFeedForward,
+    MakeLayer,
+    feed_forward,
+    layer_norms,
+)
 from kvik.models.deepseek import DEEPSEEK32, DeepseekAttention, indexed_layers, one_dense_layer
 from kvik.spec.declare import (
     SINKS,
@@ -31,22 +39,29 @@ if TYPE_CHECKING:
 LIMIT = 10.0  # the only supported limit of the experts' activation, "limited_swiglu"
 INDEXERS = "indexer_types"
 EVERY = 4  # the first layer has an indexer, and of the others the first of as many
-# Names as published, as transformers saves them, and as it calls them.
+# Names as published, as transformers saves them, and as it calls them; and those of DeepSeek-V4.
 OF_STREAMS = {
-    "attention": ("hc_attn_layer.hc_pre.hc_", "hc_pre.hc_attn_layer.hc_", "attn_hc."),
-    "mlp": ("hc_mlp_layer.hc_pre.hc_", "hc_pre.hc_mlp_layer.hc_", "ffn_hc."),
-    "head": ("hc_head.hc_head_", "hc_pre.hc_head.hc_head_", "hc_head.hc_"),
+    "attention": ("hc_attn_layer.hc_pre.hc_", "hc_pre.hc_attn_layer.hc_", "attn_hc.", "hc_attn_"),
+    "mlp": ("hc_mlp_layer.hc_pre.hc_", "hc_pre.hc_mlp_layer.hc_", "ffn_hc.", "hc_ffn_"),
+    "head": ("hc_head.hc_head_", "hc_pre.hc_head.hc_head_", "hc_head.hc_", "hc_head_"),
 }
 GATES = ("gate_proj", "linear_gate")
 
 
 def stream_weights(
-    spec: ModelFacts, builder: LayerBuilder, of: str, largest: tuple[float, ...]
+    spec: ModelFacts, builder: LayerBuilder, of: str, *, writes: bool = True
 ) -> Mixture:
-    """Return the layer that computes weights of all streams, as many times as there are `largest`
-    ones, for a part of the network in `OF_STREAMS`."""
+    """Return the layer that computes weights of all streams for a part of the network in
+    `OF_STREAMS`: of what it reads, and if it writes of its results, and of the streams in each
+    other if they are mixed."""
     streams = spec.streams
     assert streams is not None
+    count, smallest, mixed = streams.count, streams.smallest, writes and streams.rounds > 0
+    runs = [(count, 1.0, smallest)]
+    if writes:
+        runs.append((count, streams.largest, 0.0 if mixed else smallest))
+    if mixed:
+        runs.append((count**2, 0.0, smallest))
     matrix, biases, gains = (
         builder.one_of(*(f"{scope}{part}" for scope in OF_STREAMS[of]))
         for part in ("fn", "base", "scale")
@@ -54,8 +69,10 @@ def stream_weights(
     return builder.stream_weights(
         (matrix, biases, gains),
         spec.residual_width,
-        [(streams.count, weight, streams.smallest) for weight in largest],
+        runs,
         spec.norm_eps,
+        count if mixed else 0,
+        streams.rounds,
     )
 
 
@@ -64,19 +81,23 @@ class HyperConnection:
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, of: str) -> None:
         assert spec.streams is not None
-        self.weights = stream_weights(spec, builder, of, (1.0, spec.streams.largest))
-        self.sum = builder.weighted_sums(spec.streams.count)
+        self.weights = stream_weights(spec, builder, of)
+        self.count = spec.streams.count
+        self.sum = builder.weighted_sums(self.count)
         self.spread = builder.weighted_sums(1)
 
     def read(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [tokens, streams * hidden] -> a sum of the streams [tokens, hidden], and the weights of
-        what is computed from it, [tokens, streams]."""
-        reads, writes = self.weights(x).chunk(2, 1)
-        return self.sum(x, None, reads), writes
+        what is computed from it [tokens, streams], followed by those of the streams in each other,
+        [tokens, streams^2], if they are mixed."""
+        weights = self.weights(x)
+        return self.sum(x, None, weights[:, : self.count]), weights[:, self.count :]
 
     def write(self, x: Tensor, made: Tensor, weights: Tensor) -> Tensor:
-        """x [tokens, streams * hidden], made [tokens, hidden], and its weights -> the streams."""
-        return self.spread(made, x, weights)
+        """x [tokens, streams * hidden], made [tokens, hidden], and weights as from `read` -> the
+        streams."""
+        writes, mixes = weights[:, : self.count], weights[:, self.count :]
+        return self.spread(made, self.sum(x, None, mixes) if mixes.shape[1] else x, writes)
 
 
 def hy4_feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward:
@@ -96,22 +117,35 @@ def hy4_feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward
     )
 
 
-class Hy4Layer:
+def hy4_attention(spec: ModelFacts, builder: LayerBuilder, layer: int) -> DeepseekAttention:
+    inside = builder.at("self_attn")
+    return DeepseekAttention(
+        spec,
+        builder,
+        layer,
+        gate=inside.one_of(*reversed(GATES)),
+        sink_name=inside.one_of("learnable_sink_param", SINKS),
+        turned_last=True,
+    )
+
+
+class StreamsLayer:
     """Attention, then an MLP or experts; each reads a normalised sum of the streams."""
 
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        norm, inside = layer_norms(spec, builder), builder.at("self_attn")
-        self.attention_norm = norm("input_layernorm")
-        self.attention = DeepseekAttention(
-            spec,
-            builder,
-            layer,
-            gate=inside.one_of(*reversed(GATES)),
-            sink_name=inside.one_of("learnable_sink_param", SINKS),
-            turned_last=True,
-        )
-        self.mlp_norm = norm("post_attention_layernorm", before="gate_up")
-        self.mlp = hy4_feed(spec, builder, layer)
+    def __init__(
+        self,
+        spec: ModelFacts,
+        builder: LayerBuilder,
+        layer: int,
+        attention: MakeAttention = hy4_attention,
+        feed: MakeFeedForward = hy4_feed,
+        norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
+    ) -> None:
+        norm = layer_norms(spec, builder)
+        self.attention_norm = norm(norms[0])
+        self.attention = attention(spec, builder, layer)
+        self.mlp_norm = norm(norms[1], before="gate_up")
+        self.mlp = feed(spec, builder, layer)
         self.of_attention, self.of_mlp = (
             HyperConnection(spec, builder, of) for of in ("attention", "mlp")
         )
@@ -125,14 +159,21 @@ class Hy4Layer:
         return self.of_mlp.write(x, self.mlp(self.mlp_norm(total), ctx), weights)
 
 
-class Hy4(Decoder):
-    """The language model; heads that predict further tokens are not read."""
+class StreamsDecoder(Decoder):
+    """The language model with several residual streams; for the arguments see `Decoder`."""
 
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:
-        builder.skip("model.mtp_layers")
-        super().__init__(spec, builder, Hy4Layer)
+    def __init__(
+        self,
+        spec: ModelFacts,
+        builder: LayerBuilder,
+        make_layer: MakeLayer = StreamsLayer,
+        names: tuple[str, str, str, str] = NAMES,
+    ) -> None:
+        super().__init__(spec, builder, make_layer, names=names)
+        routers = (layer.experts.router for layer in spec.layers if layer.experts)
+        self.routes_tokens = any(router.by_token for router in routers)
         assert spec.streams is not None
-        self.weights = stream_weights(spec, builder.at("model", ""), "head", (1.0,))
+        self.weights = stream_weights(spec, builder.at("model", ""), "head", writes=False)
         self.copies = builder.weighted_sums(1, [1.0] * spec.streams.count)
         self.sum = builder.weighted_sums(spec.streams.count)
 
@@ -141,9 +182,19 @@ class Hy4(Decoder):
         streams * hidden]."""
         return self.copies(super().enter(ids, ctx), None)
 
+    def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor | None:
+        """Return the ids, if layers choose experts by them."""
+        return ids if self.routes_tokens else None
+
     def leave(self, x: Tensor) -> Tensor:
         """x [tokens, streams * hidden] after the last layer -> normalised, [tokens, hidden]."""
         return super().leave(self.sum(x, None, self.weights(x)))
+
+
+def hy4(spec: ModelFacts, builder: LayerBuilder) -> StreamsDecoder:
+    """Return the language model; heads that predict further tokens are not read."""
+    builder.skip("model.mtp_layers")
+    return StreamsDecoder(spec, builder)
 
 
 def hy4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
@@ -167,7 +218,7 @@ HY4 = replace(
     name="HYV4ForCausalLM",
     model_type="hy_v4",
     models="Hunyuan 4",
-    make=Hy4,
+    make=hy4,
     layers=hy4_layers,
     predictor=None,
     experts=one_dense_layer,

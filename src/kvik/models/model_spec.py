@@ -33,7 +33,7 @@ from kvik.spec.fields import (
     read_json,
     tensor_names,
 )
-from kvik.spec.layers import BLOCK_KINDS, SPARSE_ARCHITECTURES, check_layer_types, refuse_sparse
+from kvik.spec.layers import BLOCK_KINDS, check_layer_types, refuse_sparse
 from kvik.spec.model import DTYPE_BYTES, LinearLayers, ModelFacts, ModelScales
 from kvik.spec.pooling import JUDGE, MODULES, TOKENIZER, read_judge, read_modules, with_sentences
 from kvik.spec.rope import MAX_POSITIONS
@@ -420,10 +420,6 @@ def _architecture(fields: Fields) -> str:
         for name, arch in ARCHITECTURES.items():
             if arch.model_type == family:
                 return name
-    if names and names[0] in SPARSE_ARCHITECTURES:
-        feature = SPARSE_ARCHITECTURES[names[0]]
-        reason = f"must name one that runs here, not {names[0]}: {feature} is not supported"
-        raise fields.error("architectures", f"{reason}; fallback=transformers runs others")
     hint = did_you_mean(names[0], ARCHITECTURES) if names else ""
     named = shown(names[0]) if names else "nothing"
     reason = f"must name one that runs here, as `kvik models` lists them, not {named}"

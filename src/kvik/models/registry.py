@@ -15,6 +15,7 @@ from kvik.models import (
     cohere,
     dbrx,
     deepseek,
+    deepseek4,
     ernie4_5,
     falcon,
     falcon_h1,
@@ -62,7 +63,19 @@ from kvik.spec.declare import Architecture
 
 FILES = (
     *(llama, qwen3, stablelm, phi, glm4, qwen3_5, mixtral, olmo2, granite, gpt_oss, llama4),
-    *(deepseek, lfm2, ernie4_5, nemotron, nemotron_h, qwen_vl, gpt_neox, gemma, gemma4, cohere),
+    *(
+        deepseek,
+        deepseek4,
+        lfm2,
+        ernie4_5,
+        nemotron,
+        nemotron_h,
+        qwen_vl,
+        gpt_neox,
+        gemma,
+        gemma4,
+        cohere,
+    ),
     *(afmoe, apertus, bamba, hunyuan, minicpm, starcoder2, falcon, opt, gpt2, bert, modernbert),
     *(gemma3n, olmo_hybrid, falcon_h1, kimi_linear, laguna, kolibri1, persimmon, pure_mamba2),
     *(mamba, jamba, mimo_v2, flint, dbrx, bitnet, bloom, mpt, hy4, minimax_m3, bailing_hybrid),

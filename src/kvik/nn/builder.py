@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvik.attention.base import AttentionBackend, AttentionSpec, HeadNorms, LatentUp
+from kvik.attention.compressed import EntryMaker
 from kvik.errors import ModelError, shown
 from kvik.kernels.ops import Gate, Ops, StateHeads
 from kvik.kernels.weights import PAIRED, Activation, Matrix, MatrixSpec, float_kind, float_weight
@@ -31,6 +32,7 @@ from kvik.nn.layers import (
     Adapters,
     Attention,
     CausalConv,
+    CompressedAttention,
     Embedding,
     Experts,
     Heads,
@@ -85,7 +87,7 @@ from kvik.spec.declare import (
     usual_scope,
 )
 from kvik.spec.experts import ExpertsSpec, Router
-from kvik.spec.kv import IndexSpec, KVGroup, StateSpec
+from kvik.spec.kv import CompressedSpec, IndexSpec, KVGroup, StateSpec
 from kvik.spec.layers import LatentSpec, QueryScale
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.rope import RopeSpec
@@ -94,8 +96,8 @@ from kvik.spec.stored_weights import StoredQuantization, StoredScheme, stored_al
 from kvik.spec.weights import matrix_kind
 
 WEIGHT, BIAS = "weight", "bias"
-# Of a router; some checkpoints store it with its matrix.
-CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+# Of a router; some checkpoints store them with its matrix.
+OF_ROUTERS = ("e_score_correction_bias", "expert_bias", "tid2eid")
 # Activations of MLPs without a gate, by their names in config.json.
 MLP_ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
@@ -120,7 +122,7 @@ class DeclaredTensor:
     shape: tuple[int, ...]
     # dtype, because: as in `StoredTensor`.
     dtype: torch.dtype
-    kind: str  # "matrix", "gain" or "bias": how random weights initialise it
+    kind: str  # "matrix", "gain", "bias" or "ids": how random weights initialise it
     selection: Selection  # the part to read
     # Takes the index of the first row and the values from there, or all selected values at once;
     # keeps no reference.
@@ -520,12 +522,14 @@ class Builder(LayerBuilder):
         bias: bool = False,
         activation: Activation = "silu_and_mul",
         shared_activation: Activation | None = None,
+        vocab: int = 0,
     ) -> Experts:
         """Return the routed experts of this scope. The router is never quantised.
 
         Args:
             bias: of the router and of the experts.
             shared_activation: of the shared expert; None: that of the others.
+            vocab: number of tokens, if a table has their experts.
 
         Raises:
             ModelError: the checkpoint stores the experts in several formats.
@@ -533,7 +537,9 @@ class Builder(LayerBuilder):
         rule, inner = spec.router, spec.inner
         shape = LinearShape(hidden, rule.experts)
         router = self._linear((names.router,), [shape], bias=bias, exact=True, wide=True)
-        correction, scales = None, None
+        correction, scales, table = None, None, None
+        if rule.by_token:
+            table = self._experts_of_tokens(self._name(names.table), vocab, rule)
         if rule.scaled:
             scales = self._tensor(self._name(names.scales), (rule.experts,), "gain")
         if rule.corrected:
@@ -579,7 +585,23 @@ class Builder(LayerBuilder):
                 shared = scope._mlp(*of_all, shared_activation or activation)
         adapted = self._adapted(up, down, names, activation, rule) if unfused else None
         experts = replace(self.ops.expert_set(up, down), weigh_inputs=rule.weigh_inputs)
-        return Experts(self.ops, router, rule, correction, experts, shared, gate, scales, adapted)
+        of_router = router, rule, correction
+        return Experts(self.ops, *of_router, experts, shared, gate, scales, adapted, table)
+
+    def _experts_of_tokens(self, full: str, vocab: int, rule: Router) -> Tensor:
+        """Return the table of the experts of each token, [vocab, active] int64."""
+        table = self.storage.tensor(full, (vocab, rule.active), torch.int64, self.device)
+
+        def fill(first: int, values: Tensor) -> None:
+            ordered = values.sort(1).values
+            inside = (ordered >= 0) & (ordered < rule.experts)
+            if not bool(inside.all()) or bool((ordered[:, 1:] == ordered[:, :-1]).any()):
+                reason = f"different numbers below {rule.experts} in each row"
+                raise ModelError("model", f"tensor {shown(full)} must have {reason}")
+            _fill_in(table, first, values)
+
+        self._declare(full, table, "ids", fill)
+        return table
 
     def _adapted(
         self,
@@ -955,15 +977,66 @@ class Builder(LayerBuilder):
         self.backend.caps.check(spec)
         return LatentAttention(self.backend, position, group, spec, up, index)
 
+    def compressed_attention(
+        self,
+        layers: Sequence[int],
+        heads: int,
+        head_dim: int,
+        spec: CompressedSpec,
+        window: int,
+        rope: RopeSpec,
+        biases: Sequence[str],
+        norms: Sequence[RMSNorm],
+        sink_name: str = "attn_sink",
+    ) -> CompressedAttention:
+        """Return attention over a window and over entries.
+
+        Args:
+            layers: its own number, and those of its entries and of their keys.
+            window: most keys of single tokens that a query sees.
+            biases, norms: of the gates and of the results, for entries and their keys.
+            sink_name: of the heads' learned sinks.
+        """
+        tensor, rotation_at = partial(self._tensor, kind="bias"), self._ropes[rope, spec.rope].at
+        widths = [(1 + spec.overlap) * width for width in spec.dims(head_dim)]
+        makers = tuple(
+            EntryMaker(tensor(self._name(name), (spec.every, width)), norm, rotation_at)
+            for name, norm, width in zip(biases, norms, widths, strict=True)
+        )
+        places = tuple((self._position_of[number], self._group_of[number]) for number in layers)
+        sinks = tensor(self._name(sink_name), (heads,))
+        of = spec, makers, window, head_dim**-0.5, sinks
+        return CompressedAttention(self.backend, places, *of)
+
+    def of_groups(self, name: str, groups: int, inputs: int, outputs: int) -> Scale:
+        """Return a layer that multiplies equal parts of x by a matrix each: x [tokens, groups *
+        inputs] -> [tokens, groups * outputs]. They become floats, whatever the checkpoint
+        stores."""
+        matrix, ops = self._of_heads(self._name(name), groups, inputs, outputs), self.ops
+        if not self.storage.names:
+            self._declare_heads(name, matrix, groups, inputs, outputs)
+        return lambda x: ops.linear_each(x.unflatten(1, (groups, -1)), matrix, outputs).flatten(1)
+
+    def _of_heads(self, layer: str, heads: int, inputs: int, outputs: int) -> Matrix:
+        """Return memory for a matrix of each head, or group of heads."""
+        kind, rows = float_kind(self.dtype), heads * head_rows(outputs)
+        spec = MatrixSpec(kind, rows, inputs, False, None, self.dtype, self.device, heads)
+        return self.storage.matrix(layer, spec)
+
+    def _declare_heads(
+        self, name: str, matrix: Matrix, heads: int, inputs: int, outputs: int
+    ) -> None:
+        layer, parts = self._name(name), [(matrix, lambda rows: rows)]
+        to = HeadRows(self.ops, Quantizer(float_kind(self.dtype), layer), outputs, parts)
+        self._declare_layer(layer, LinearShape(inputs, heads * outputs), self._scheme(name), to, 0)
+
     def _latent_up(self, names: tuple[str, ...], heads: int, latent: LatentSpec) -> LatentUp:
         layer, kind = self._name(names[0]), float_kind(self.dtype)
-        matrices = []
         sizes = (latent.nope, latent.rank), (latent.rank, latent.value)
-        for part, (inputs, outputs) in zip(("keys", "values"), sizes, strict=True):
-            rows = heads * head_rows(outputs)
-            spec = MatrixSpec(kind, rows, inputs, False, None, self.dtype, self.device, heads)
-            matrices.append(self.storage.matrix(f"{layer}.{part}", spec))
-        keys, values = matrices
+        keys, values = matrices = [
+            self._of_heads(f"{layer}.{part}", heads, *size)
+            for part, size in zip(("keys", "values"), sizes, strict=True)
+        ]
         up = LatentUp(keys, values, latent.rank, latent.value)
         if self.storage.names:
             return up
@@ -977,9 +1050,7 @@ class Builder(LayerBuilder):
             self._declare_layer(layer, shape, self._scheme(names[0]), to, 0)
             return up
         for name, matrix, (inputs, outputs) in zip(names, matrices, sizes, strict=True):
-            to = HeadRows(self.ops, quantizer, outputs, [(matrix, lambda rows: rows)])
-            shape = LinearShape(inputs, heads * outputs)
-            self._declare_layer(self._name(name), shape, self._scheme(name), to, 0)
+            self._declare_heads(name, matrix, heads, inputs, outputs)
         return up
 
     def scaled_sum(self, factor: float) -> Sum:
@@ -1322,7 +1393,7 @@ class Builder(LayerBuilder):
 
     def _shapes(self, layer: str) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the tensors in the checkpoint that may be of the layer's weight."""
-        other_names = (BIAS, *CORRECTIONS, *KV_SCALES)
+        other_names = (BIAS, *OF_ROUTERS, *KV_SCALES)
         stored = self._stored.get(layer, {}).items()
         return {name: size for name, size in stored if name not in other_names}
 

@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvik.attention.base import Attend, AttendLatent, AttentionBackend, AttentionSpec, LatentUp
+from kvik.attention.compressed import AttendCompressed, EntryMaker
 from kvik.attention.indexed import Indexed
 from kvik.kernels.ops import Ops, StateHeads
 from kvik.kernels.weights import XIELU_SLOPE, Activation, ExpertSet, Matrix
 from kvik.nn.rope import Rope
 from kvik.spec.declare import ForwardContext
 from kvik.spec.experts import Router
-from kvik.spec.kv import IndexSpec
+from kvik.spec.kv import CompressedSpec, IndexSpec
 from kvik.spec.pooling import PooledLayer
 
 # Embeddings at the bottom of a model.
@@ -181,6 +182,35 @@ class LatentAttention:
                 ctx.chosen[:] = self.backend.choose(of, kv, metadata.layout)
             attend = replace(attend, choice=ctx.chosen or None)
         return self.backend.run_latent(attend).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedAttention:
+    """Attention of one layer over a window and over entries (`CompressedSpec`)."""
+
+    backend: AttentionBackend
+    places: tuple[tuple[int, int], ...]  # position and KV group of each of its caches
+    spec: CompressedSpec
+    makers: tuple[EntryMaker, ...]
+    window: int
+    scale: float
+    sinks: Tensor
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        inputs: Tensor | None,
+        indexed: tuple[Tensor, Tensor] | None,
+        rotation: Tensor,
+        ctx: ForwardContext,
+    ) -> Tensor:
+        """See `CompressedAttentionLayer`."""
+        caches = tuple(ctx.kv[position].k for position, _ in self.places)
+        layouts = tuple(ctx.metadata[group].layout for _, group in self.places)
+        of = self.spec, self.makers, caches, layouts, self.window, self.scale, self.sinks
+        attend = AttendCompressed(q, k, inputs, indexed, rotation, *of)
+        return self.backend.run_compressed(attend).flatten(1)
 
 
 # Layers that keep a state of each request.
@@ -356,6 +386,7 @@ class Experts:
     gate: Linear | None  # one number per token, for the output of `shared`
     scales: Tensor | None = None  # [experts] fp32, of `rule`
     adapted: AdaptedExperts | None = None  # the same experts with adapters
+    table: Tensor | None = None  # [vocab, active] int64, the experts of each token, of `rule`
 
     def __call__(
         self,
@@ -367,7 +398,11 @@ class Experts:
     ) -> Tensor:
         """See `RoutedExperts`."""
         logits = self.router(x if routed_by is None else routed_by, ctx)
-        ids, weights = self.ops.route(logits, self.rule, self.correction, self.scales, None)
+        given_ids = None
+        if self.table is not None:
+            assert ctx is not None and ctx.token_inputs is not None
+            given_ids = self.ops.gather_rows(self.table, ctx.token_inputs)
+        ids, weights = self.ops.route(logits, self.rule, self.correction, self.scales, given_ids)
         if self.shared is not None and self.gate is None:
             residual = self.shared(x, ctx, residual)
         elif self.shared is not None and self.gate is not None:

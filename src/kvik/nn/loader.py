@@ -123,6 +123,8 @@ def random_weights(declared: Declarations, seed: int) -> None:
             if tensor.kind == "matrix":
                 generator.manual_seed(seed + crc32(tensor.name.encode()))
                 _draw(tensor, declared.device, generator)
+            elif tensor.kind == "ids":
+                tensor.fill(0, torch.arange(tensor.shape[1]).repeat(tensor.shape[0], 1))
             else:
                 value = 1.0 if tensor.kind == "gain" else 0.0
                 tensor.fill(0, torch.full(tensor.shape, value, device=declared.device))

@@ -419,8 +419,10 @@ def _layers(spec: ModelSpec) -> list[LayerShape]:
         other_parameters[-1 if part.layer is None else part.layer] += part.num_parameters
     shapes: dict[LayerShape, LayerShape] = {}
     layers = []
-    parts = zip((*spec.layers, LayerSpec()), matrices, (*spec.kv_specs(1), None), strict=True)
-    for (layer, counts, kv), rest in zip(parts, other_parameters, strict=True):
+    caches = spec.kv_specs(1)
+    each = (*caches[: spec.num_layers], None)
+    parts = zip((*spec.layers, LayerSpec()), matrices, each, other_parameters, strict=True)
+    for number, (layer, counts, kv, rest) in enumerate(parts):
         state = layer.state
         shape = LayerShape(
             tuple(replace(matrix, count=count) for matrix, count in counts.items()),
@@ -429,6 +431,7 @@ def _layers(spec: ModelSpec) -> list[LayerShape]:
             STATE_BYTES * state.size if state else 0,
             state.flops if state else 0,
             layer.kv_from,
+            tuple(filter(None, map(caches.__getitem__, spec.entries_of(number)))),
         )
         layers.append(shapes.setdefault(shape, shape))
     return layers

@@ -78,6 +78,7 @@ class LayerShape:
     state_bytes: int = 0  # bytes per request, of any length, that it keeps in place of K and V
     state_flops: int = 0  # operations per token on the state
     kv_from: int | None = None
+    entries: tuple[KVCacheSpec, ...] = ()  # of entries that sum up tokens, and of their keys
 
     @property
     def attends(self) -> bool:
@@ -154,8 +155,9 @@ class ModelShape:
         """The different caches, and the number of layers with each."""
         counts = Counter[KVCacheSpec]()
         for layer, number in self._kinds:
-            if layer.cache is not None:
-                counts[layer.cache] += number
+            for cache in (layer.cache, *layer.entries):
+                if cache is not None:
+                    counts[cache] += number
         return tuple(counts.items())
 
     @cached_property
@@ -294,7 +296,8 @@ class ModelShape:
     def pair_flops(self, cache: KVCacheSpec) -> float:
         """Return the operations of a layer for one (query, key) pair; MLA attends in latent
         space."""
-        return 2.0 * self.num_heads * (cache.head_dim + (self.latent_dim or cache.head_dim))
+        width = cache.read_width or cache.head_dim
+        return 2.0 * self.num_heads * (width + (self.latent_dim or width))
 
     def _item(self, weight_format: str) -> int:
         return DTYPE_BYTES[self.working_dtype(weight_format)]
@@ -316,7 +319,8 @@ def read_bytes(cache: KVCacheSpec, context: int, kv_format: str) -> int:
     """Return bytes of cache that a layer reads for the next token of one sequence: of an indexer
     all its keys, and what it chooses."""
     indexed = 2 * cache.index_bytes
-    vectors = read_keys(cache, context) * (token_bytes(cache, kv_format) - indexed)
+    share = (cache.read_width or cache.head_dim) / cache.head_dim
+    vectors = int(read_keys(cache, context) * (token_bytes(cache, kv_format) - indexed) * share)
     return most_keys(cache, context) * indexed + vectors
 
 

@@ -293,6 +293,9 @@ def open_source(folder: Path) -> Source:
     spec = read_model_spec(folder)
     if spec.encoder:
         raise ModelError("model", "is an encoder, which can only be rounded at load (quantization)")
+    if spec.compressed:
+        reason = "keeps entries that sum up tokens, and can only be rounded at load (quantization)"
+        raise ModelError("model", reason)
     if spec.quantization is not None:
         raise ModelError("model", f"is quantised already ({spec.quantization}): take the original")
     tensors = {

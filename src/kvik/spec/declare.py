@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from kvik.spec.fields import Fields
-from kvik.spec.kv import IndexSpec
+from kvik.spec.kv import CompressedSpec, IndexSpec
 from kvik.spec.layers import LatentSpec, LayerRule, PredictorSpec, QueryScale, rotary_layers
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 # Role of a matrix in a block; "gates": of a gated delta net or of attention, and "wide_gates" those
 # that are computed from narrow vectors, or these from values; "mixture": small ones that weigh
-# residual streams, and "streams" those that make them or read them at the end; "": in no block, as
-# in draft heads.
+# residual streams, and "streams" those that make them or read them at the end; "o_down": a matrix
+# for each group of heads, before "o"; "": in no block, as in draft heads.
 Role = Literal[
     "qkv",
     "q_down",
@@ -40,6 +40,7 @@ Role = Literal[
     "kv_up",
     "gates",
     "wide_gates",
+    "o_down",
     "o",
     "gate_up",
     "up",
@@ -61,9 +62,9 @@ Role = Literal[
     "",
 ]
 # Roles of matrices that stay floats in every format: small ones whose errors would change the
-# choice of experts or the mixture of streams, and "kv_up", which is applied to queries instead of
-# keys.
-UNQUANTISED: frozenset[Role] = frozenset({"router", "shared_gate", "kv_up", "mixture"})
+# choice of experts or the mixture of streams, and those of heads or groups of heads: "kv_up", which
+# is applied to queries instead of keys, and "o_down".
+UNQUANTISED: frozenset[Role] = frozenset({"router", "shared_gate", "kv_up", "o_down", "mixture"})
 # Roles of matrices that no adapter of a request changes.
 FIXED_FOR_REQUESTS: frozenset[Role] = UNQUANTISED | {"head", "token_inputs", "streams"}
 # Roles of matrices that are too small to be divided among processes.
@@ -222,8 +223,8 @@ class ForwardContext:
     metadata: tuple[Any, ...]
     kv: tuple[Any, ...]  # the cache of each layer that attends (`LayerKV`), in order
     states: tuple[Any, ...] = ()  # those of each layer that keeps one (`LayerStates`), in order
-    # [tokens, layers, width], what each layer reads of a token alone; the model makes them of its
-    # own inputs. None: layers read no such vectors.
+    # [tokens, layers, width], what each layer reads of a token alone, or [tokens] int64, the ids;
+    # the model makes them of its own inputs. None: layers read no such vectors.
     token_inputs: Tensor | None = None
     # Results of `once`, by what made them.
     made: dict[Callable[[Tensor], Tensor], Tensor] = field(default_factory=dict)
@@ -400,6 +401,27 @@ class LatentAttentionLayer(Protocol):
         ...
 
 
+class CompressedAttentionLayer(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        inputs: Tensor | None,
+        indexed: tuple[Tensor, Tensor] | None,
+        rotation: Tensor,
+        ctx: ForwardContext,
+    ) -> Tensor:
+        """q [tokens, heads, head_dim], k [tokens, head_dim], rotation [tokens, rope] -> [tokens,
+        heads * head_dim].
+
+        Args:
+            inputs: [tokens, channels], of which entries are made; None: there are none.
+            indexed: of the layer's indexer: queries [tokens, heads * dim] and weights [tokens,
+                heads].
+        """
+        ...
+
+
 GATE_UP = ("gate_proj", "up_proj")
 
 
@@ -422,6 +444,7 @@ class ExpertNames:
     # Rows of gate and up are interleaved in one matrix, and float weights are transposed.
     mixed: bool = False
     scales: str = "scales"  # of the learned factors of weights (`Router.scaled`)
+    table: str = "gate.tid2eid"  # of the experts of each token (`Router.by_token`)
 
 
 EXPERT_NAMES = ExpertNames()
@@ -740,6 +763,7 @@ class LayerBuilder:
         bias: bool = False,
         activation: Any = "silu_and_mul",
         shared_activation: Any = None,
+        vocab: int = 0,
     ) -> RoutedExperts:
         router, inner = spec.router, spec.inner
         self.linear(names.router, hidden, router.experts, bias=bias, role="router")
@@ -747,6 +771,8 @@ class LayerBuilder:
             self._other(names.correction, router.experts)
         if router.scaled:
             self._other(names.scales, router.experts)
+        if router.by_token:
+            self._other(names.table, vocab * router.active, (vocab, router.active))
         up: Role = "expert_gate_up" if names.gated else "expert_up"
         clamped = activation in CLAMPED
         copies, parts = 2 if names.gated else 1, len(names.gate_up)
@@ -923,6 +949,28 @@ class LayerBuilder:
             keys, values = names
             self.linear(keys, latent.nope, heads * latent.rank, bias=False, role="kv_up")
             self.linear(values, latent.rank, heads * latent.value, bias=False, role="kv_up")
+        return _LISTED
+
+    def compressed_attention(
+        self,
+        layers: Sequence[int],
+        heads: int,
+        head_dim: int,
+        spec: CompressedSpec,
+        window: int,
+        rope: RopeSpec,
+        biases: Sequence[str],
+        norms: Sequence[Any],
+        sink_name: str = "attn_sink",
+    ) -> CompressedAttentionLayer:
+        self._other(sink_name, heads)
+        for name, width in zip(biases, spec.dims(head_dim), strict=True):
+            shape = spec.every, (1 + spec.overlap) * width
+            self._other(name, prod(shape), shape)
+        return _LISTED
+
+    def of_groups(self, name: str, groups: int, inputs: int, outputs: int) -> Scale:
+        self.linear(name, inputs, groups * outputs, bias=False, role="o_down")
         return _LISTED
 
     def scaled_sum(self, factor: float) -> Sum:

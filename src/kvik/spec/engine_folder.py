@@ -37,6 +37,7 @@ ITEM_BYTES: Mapping[str, int] = {
     "bfloat16": 2,
     "float32": 4,
     "int32": 4,
+    "int64": 8,
 }
 KERNELS = ("native", "triton", "torch")
 MAX_BYTES = 1 << 50

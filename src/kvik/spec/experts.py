@@ -52,6 +52,7 @@ class Router:
     scaled: bool = False  # weights also have a learned factor per expert
     weigh_inputs: bool = False  # a weight multiplies its expert's input, else its output
     jitter: float = 0.0  # of "sparsemixer", which has no groups
+    by_token: bool = False  # a table has the experts of each token of the vocabulary
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,6 +148,39 @@ class IndexSpec:
     local: int = 0
 
 
+ENTRY_TOKENS = 4  # tokens whose places in the cache an entry takes
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedSpec:
+    """Attention with one vector per token, which is key and value of all heads, over a window, and
+    over entries that sum up several tokens each (DeepSeek-V4; attention/compressed.py)."""
+
+    q_rank: int  # width of the vector that queries are computed from
+    rope: int  # rotated channels of a head, the last ones
+    # groups, group_rank: of heads, whose results each become a vector of this width.
+    groups: int
+    group_rank: int
+    every: int = 0  # tokens of an entry; 0: there are none
+    overlap: bool = False  # tokens also take part in the entry after theirs
+    index: IndexSpec | None = None  # chooses the entries that a query reads; None: it reads all
+
+    @property
+    def reach(self) -> int:
+        """Tokens that take part in an entry."""
+        return self.every * (1 + self.overlap)
+
+    def dims(self, head_dim: int) -> tuple[int, ...]:
+        """Return the widths of an entry and of its key for the indexer, as far as there are any."""
+        if not self.every:
+            return ()
+        return (head_dim, self.index.dim) if self.index else (head_dim,)
+
+    def inputs(self, head_dim: int) -> int:
+        """Return how many numbers of a token entries are made of."""
+        return 2 * (1 + self.overlap) * sum(self.dims(head_dim))
+
+
 AUTO = "auto"  # the model's dtype
 PAGE_HEAD_BYTES = 64  # header of a page of a tier, before the bytes of its block (nn/pages.py)
 STATE_HEAD_BYTES = 8  # after it in pages of states: how many tokens the state covers
@@ -199,6 +232,12 @@ class KVCacheSpec:
     # Chooses the keys that a query reads; None: it reads all that it sees.
     index: IndexSpec | None = None
     index_bytes: int = 0  # of the indexer's key, in the model's dtype
+    read_width: int = 0  # numbers of a token that a query reads at most, of `head_dim`; 0: all
+
+    @property
+    def read_bytes(self) -> int:
+        """The part of `bytes_per_token` that a query reads."""
+        return self.bytes_per_token * (self.read_width or self.head_dim) // self.head_dim
 
     @property
     def vectors(self) -> int:
@@ -275,7 +314,7 @@ class KVGroup:
     @property
     def read_bytes_per_token(self) -> int:
         """Bytes that all layers together read for one visible token."""
-        return sum(spec.bytes_per_token * spec.readers for spec in self.specs)
+        return sum(spec.read_bytes * spec.readers for spec in self.specs)
 
     @property
     def budgeted(self) -> bool:

@@ -9,7 +9,7 @@ from functools import partial
 from kvik.errors import shown
 from kvik.spec.experts import ExpertsSpec
 from kvik.spec.fields import Fields
-from kvik.spec.kv import IndexSpec, StateSpec
+from kvik.spec.kv import CompressedSpec, IndexSpec, StateSpec
 from kvik.spec.rope import MAX_POSITIONS, RopeSpec, read_rope
 from kvik.spec.visible_keys import Budget, Window
 
@@ -18,13 +18,13 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 # keys of config.json and names of architectures.
 INDEXED, COMPRESSED = "indexed attention", "compressed attention"
 INDEXED_TYPES = ("indexed_attention", "deepseek_sparse_attention")
+COMPRESSED_TYPES = ("compressed_sparse_attention", "heavily_compressed_attention")
 IN_BLOCKS = "minimax_m3_sparse"  # KV heads choose blocks of keys
 SPARSE_TYPES: Mapping[str, str] = {
     **dict.fromkeys(INDEXED_TYPES, INDEXED),
     "qwen_sparse_attention": INDEXED,
     IN_BLOCKS: INDEXED,
-    "compressed_sparse_attention": COMPRESSED,
-    "heavily_compressed_attention": COMPRESSED,
+    **dict.fromkeys(COMPRESSED_TYPES, COMPRESSED),
 }
 SPARSE_KEYS: Mapping[str, str] = {
     "index_topk": INDEXED,
@@ -32,7 +32,6 @@ SPARSE_KEYS: Mapping[str, str] = {
     "compress_rates": COMPRESSED,
     "compress_ratios": COMPRESSED,
 }
-SPARSE_ARCHITECTURES: Mapping[str, str] = {"DeepseekV4ForCausalLM": COMPRESSED}
 LINEAR, CONV = "linear_attention", "conv"
 BESIDE = "hybrid"  # attention beside a state
 MLP, EXPERTS = "mlp", "moe"  # of layers without attention or state
@@ -94,6 +93,9 @@ class StreamsSpec:
     # largest, smallest: weights of a token; the smallest is also added to the largest.
     largest: float = 0.0
     smallest: float = 0.0
+    # Of the weights by which the streams are mixed with each other (`Ops.stream_weights`); 0: they
+    # are not mixed, else `smallest` is of what layers read and of these.
+    rounds: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ class LayerSpec:
     latent: LatentSpec | None = None  # latent attention; None: keys and values of heads
     # Of latent attention, chooses the keys; None: a query reads all that it sees.
     index: IndexSpec | None = None
+    compressed: CompressedSpec | None = None  # attention over a window and entries; None: other
     # Kept per request in place of keys and values; None: the layer has none.
     state: StateSpec | None = None
     beside: bool = False  # the layer has attention beside what keeps the state
@@ -357,6 +360,8 @@ def check_layer_types(fields: Fields, rules: Sequence[LayerSpec]) -> None:
             allowed = STATE_TYPES
         elif layer.window is not None and layer.window.chunked:
             allowed = (CHUNKED,)
+        elif layer.compressed is not None:
+            allowed = (SLIDING, *COMPRESSED_TYPES)
         elif layer.index is not None:
             allowed = (IN_BLOCKS,) if layer.index.span else INDEXED_TYPES
         else:
@@ -375,8 +380,9 @@ def refuse_sparse(fields: Fields, indexed: Sequence[str]) -> None:
     Raises:
         ModelError: a layer has.
     """
+    features = {INDEXED, *map(SPARSE_TYPES.get, indexed)} if indexed else set()
     for key, feature in SPARSE_KEYS.items():
-        if key in fields and not (indexed and feature == INDEXED):
+        if key in fields and feature not in features:
             raise fields.error(key, f"must be absent: {feature} is not supported")
     for kind in fields.strings("layer_types"):
         if kind in SPARSE_TYPES and kind not in indexed:

@@ -11,7 +11,7 @@ from itertools import chain
 
 from kvik.errors import ParamError
 from kvik.spec.engine_folder import Built
-from kvik.spec.kv import STATE_BYTES, KVCacheSpec, StateSpec
+from kvik.spec.kv import ENTRY_TOKENS, STATE_BYTES, KVCacheSpec, StateSpec
 from kvik.spec.layers import LatentSpec, LayerSpec, PredictorSpec, QueryScale, StreamsSpec
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.rope import RopeSpec
@@ -183,7 +183,8 @@ class ModelFacts:
         """Return a layer's pair in `rotations`; None: it has no rotary positions."""
         if layer.rope is None:
             return None
-        return layer.rope, layer.latent.rope if layer.latent else self.heads(layer)[1]
+        narrow = layer.compressed or layer.latent
+        return layer.rope, narrow.rope if narrow else self.heads(layer)[1]
 
     def inner(self, layer: LayerSpec) -> int:
         """Return the width of a layer's MLP."""
@@ -288,6 +289,11 @@ class ModelFacts:
         """Most keys that a query reads, as indexers choose; 0: no layer has one."""
         return max((layer.index.top for layer in self.layers if layer.index), default=0)
 
+    @cached_property
+    def compressed(self) -> bool:
+        """Whether layers have entries that sum up tokens, or one vector as key and value."""
+        return any(layer.compressed for layer in self.layers)
+
     def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec | None]:
         """Return what each layer stores per token, at `dtype_bytes` for each number; None: it has
         no attention, or reads another layer's keys and values. If no layer has attention, the first
@@ -301,15 +307,34 @@ class ModelFacts:
         if self.encoder:  # all layers use one cache: no layer reads what another has stored
             first = self._kv_spec(self.layers[0], dtype_bytes, self.num_layers)
             return [first, *[None] * (self.num_layers - 1)]
-        return [
+        specs = [
             self._kv_spec(layer, dtype_bytes, 1 + readers[index])
             for index, layer in enumerate(self.cached_layers)
         ]
+        for of in (layer.compressed for layer in self.layers if layer.compressed):
+            for number, dim in enumerate(of.dims(self.head_dim)):
+                width, read = dim // ENTRY_TOKENS, max(1, dim // of.every)
+                spec = KVCacheSpec(1, width, width * dtype_bytes, latent=True, read_width=read)
+                if of.index is not None and not number:
+                    spec = replace(spec, index=replace(of.index, top=of.index.top * of.every))
+                specs.append(spec)
+        return specs
+
+    def entries_of(self, layer: int) -> list[int]:
+        """Return the numbers in `kv_specs` of the entries of a layer and of their keys."""
+        each = [of.compressed.dims(self.head_dim) if of.compressed else () for of in self.layers]
+        first, count = (sum(map(len, part)) for part in (each[:layer], each[layer : layer + 1]))
+        first += len(self.cached_layers)
+        return [*range(first, first + count)]
 
     def _kv_spec(self, layer: LayerSpec, dtype_bytes: int, readers: int) -> KVCacheSpec | None:
         if not layer.attends or layer.kv_from is not None:
             return None
         kv_heads, head_dim = self.heads(layer)
+        if layer.compressed is not None:
+            width = head_dim + layer.compressed.inputs(head_dim)
+            size, read = width * dtype_bytes, head_dim
+            return KVCacheSpec(1, width, size, layer.window, latent=True, read_width=read)
         size = kv_heads * head_dim * dtype_bytes
         index = layer.index.dim * dtype_bytes if layer.index and not layer.index.shared else 0
         return KVCacheSpec(
