@@ -53,6 +53,8 @@ def answers(tmp_path: Path) -> dict[str, Any]:
         ([entry("a").replace("POST", "GET")], ["line 1", "method"]),
         (['{"method": "POST", "url": "/", "body": {}}'], ["line 1", "custom_id"]),
         ([entry("a"), '{"custom_id": '], ["line 2"]),
+        ([entry("a").replace("{}", '{"n": 1, "n": 2}')], ["line 1", "n: is given twice"]),
+        ([entry("a", prompt="\ud800")], ["line 1", "half a surrogate pair"]),
         (['{"messages": [{"custom_id": "a"}]}', '{"prompt": 1}'], ["line 2", "prompt"]),  # no batch
     ],
 )

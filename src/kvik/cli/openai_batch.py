@@ -20,6 +20,7 @@ from kvik.engine.thread import LOOKAHEAD
 from kvik.errors import ParamError
 from kvik.server import build_app
 from kvik.server.errors import HttpError, in_messages
+from kvik.server.route import DEFAULT_LIMITS, convert, parse_json
 
 PAUSES = (1, 2, 4, 8, 16)  # seconds before a request that was refused for now is sent again
 SCOPE: Mapping[str, Any] = {
@@ -48,10 +49,10 @@ class BatchRequest(msgspec.Struct, frozen=True):
 
 def read_request(text: str) -> BatchRequest:
     """Read a line of the file; raises `ParamError`."""
-    try:
-        return msgspec.json.decode(text, type=BatchRequest)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ParamError("prompts", f"is not a request of a batch: {error}") from None
+    try:  # as strictly as the server reads bodies
+        return convert(parse_json(text.encode(), DEFAULT_LIMITS), BatchRequest)
+    except HttpError as error:
+        raise ParamError("prompts", f"is not a request of a batch: {error.message}") from None
 
 
 async def answer_all(
