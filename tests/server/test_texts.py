@@ -17,6 +17,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from kvik.config.config import EngineConfig
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.structured import Regex
 from kvik.errors import OverloadError, ParamError
 from kvik.launch import resolve_config
 from kvik.model_files import model_files
@@ -105,10 +107,17 @@ async def test_without_a_valid_template_conversations_are_refused(
 
 
 async def test_without_a_tokenizer_prompts_must_be_ids() -> None:
+    regex = SamplingParams(structured=Regex("a").called("guided_regex"))
     async with texts_of(None) as texts:
         reason = "^prompt: must be token ids: this model has no tokenizer$"
         with pytest.raises(ParamError, match=reason):
             await texts.encode("hello")
+        with pytest.raises(ParamError, match="^messages: .*: this model has no tokenizer$"):
+            await texts.render(said())
+        with pytest.raises(ParamError, match="^guided_regex: needs a tokenizer"):
+            await texts.checked(regex)
+        with pytest.raises(ParamError, match="^tokens: needs a tokenizer"):
+            texts.decode([5])
 
 
 class Slow(Counted):

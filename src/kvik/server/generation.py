@@ -36,7 +36,7 @@ from kvik.server.errors import (
     not_ready,
     rename_fields,
 )
-from kvik.server.texts import Texts
+from kvik.server.texts import NO_TOKENIZER, Texts
 from kvik.server.transfer import (
     ALONE,
     MAX_MOVED_TOKENS,
@@ -395,7 +395,7 @@ class Generations:
             )
         params = request.params
         if params.stop and self._texts.tokenizer is None:
-            raise ParamError("stop", "needs a tokenizer, and this model has none")
+            raise ParamError("stop", NO_TOKENIZER)
         if params.words:
             params = await self._spelled(params)
         params, left_out = await self._texts.of(tenant).checked(params)

@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+NO_TOKENIZER = "needs a tokenizer, and this model has none"
+
 
 class FairSemaphore:
     """Limits how many tasks run at once; waiting tenants take turns.
@@ -314,7 +316,6 @@ class Texts:
         """
         if self._model is not None:
             self._model.check_writes()
-        self._require_tokenizer("messages")
         if self._templates is None:
             raise ParamError("messages", f"cannot be rendered: {self._no_template}")
         num_chars = sum(len(str(message.get("content"))) for message in messages)
@@ -378,7 +379,7 @@ class Texts:
         if constraint is None:
             return params, ()
         if self._grammars is None:
-            raise ParamError("structured", "needs a tokenizer, and this model has none")
+            raise ParamError(constraint.name, NO_TOKENIZER)
         if self._grammars.knows(params):
             return self._grammars.checked(params)
         with self._quota.reserve(self._tenant, len(constraint.source)):
@@ -387,7 +388,9 @@ class Texts:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
-        return self._require_tokenizer("tokens").decode(ids, skip_special_tokens)
+        if self.tokenizer is None:
+            raise ParamError("tokens", NO_TOKENIZER)
+        return self.tokenizer.decode(ids, skip_special_tokens)
 
     async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
