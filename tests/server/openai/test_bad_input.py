@@ -210,9 +210,12 @@ def test_both_counts_of_a_prompt_that_is_too_long(
     assert counts in error["message"]
 
 
-def test_more_logprobs_than_a_stream_may_buffer(http: httpx2.Client) -> None:
+def test_log_probabilities_of_prompts_are_named_as_given(http: httpx2.Client) -> None:
+    """Beams have none; otherwise a stream may buffer some."""
     many = {"prompt": [[1] * 500] * 128, "max_tokens": 1}
     for body, field in (
+        ({"prompt": [1], "num_beams": 2, "max_tokens": 0, "echo": True}, "echo"),
+        ({"prompt": [1], "num_beams": 2, "prompt_logprobs": 0}, "prompt_logprobs"),
         ({"prompt": [1], "n": 128, "max_tokens": 500, "logprobs": 100}, "logprobs"),
         ({**many, "prompt_logprobs": 100}, "prompt_logprobs"),
         ({**many, "echo": True, "logprobs": 100}, "logprobs"),

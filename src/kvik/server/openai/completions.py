@@ -173,7 +173,9 @@ def completion_params(body: CompletionRequest, defaults: SamplingParams) -> Samp
         changes["prompt_logprobs"] = num_top
     elif max_tokens == 0 and body.prompt_logprobs is None:
         changes["prompt_logprobs"] = 0  # makes the engine process the prompt; not shown
-    return defaults.with_changes(**changes)
+    of_prompt = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
+    with rename_fields(prompt_logprobs=of_prompt):
+        return defaults.with_changes(**changes)
 
 
 class CompletionFormat(ResponseFormat):
