@@ -112,7 +112,9 @@ def test_a_deadline_that_the_queue_cannot_meet():
         clock.now += 0.5
         ticket.started(0)
     queue.check_deadline("", clock.now + 12)  # 20 wait, 2 start each second
-    with pytest.raises(OverloadError) as caught:
+    with pytest.raises(OverloadError, match="0 ms are left, .* take about 10000 ms"):
+        queue.check_deadline("", clock.now - 0.001)  # it passed while the body was read
+    with pytest.raises(OverloadError, match="8000 ms are left, .* take about 10000 ms") as caught:
         queue.check_deadline("", clock.now + 8)
     assert caught.value.field == "deadline_ms"
     assert not caught.value.of_caller

@@ -90,7 +90,8 @@ class Admission:
         if ahead is not None and ahead > seconds_left:
             raise OverloadError(
                 "deadline_ms",
-                f"cannot be met: the first token would come in about {ahead:.1f} seconds",
+                f"cannot be met: {max(0.0, seconds_left) * 1e3:.0f} ms are left, and the requests "
+                f"before this one take about {ahead * 1e3:.0f} ms",
                 _retry(ahead - seconds_left),
                 of_caller=False,
             )
