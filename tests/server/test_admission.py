@@ -217,7 +217,7 @@ def test_requests_larger_than_the_queue_are_client_errors() -> None:
     """A later retry would not help."""
     queue, _ = admission(8, shared=False)
     with pytest.raises(
-        CapacityError, match="n: must be at most 8, as many as the queue holds, not 9"
+        CapacityError, match="n: counts as 9 requests, and the queue holds at most 8"
     ):
         queue.check("", 9)
     queue.check("", 8)

@@ -78,8 +78,12 @@ def test_each_completion_takes_a_place() -> None:
             reply = ask(server.http, "POST", "/v1/completions", body)
             assert reply.status == status
         assert reply.error["param"] == "n"
+        several = {"prompt": [[1]] * (QUEUE + 1), "max_tokens": 1}
+        assert ask(server.http, "POST", "/v1/completions", several).error["param"] == "prompt"
+        inputs = {"input": [[1]] * (QUEUE + 1)}
+        assert ask(server.http, "POST", "/v1/embeddings", inputs).error["param"] == "input"
         refusals = [reason for _, reason in server.inner.watcher.refusals]
-        assert refusals == ["queue", "queue", "invalid"]
+        assert refusals == ["queue", "queue", "invalid", "invalid", "invalid"]
         executor.gate.set()
         assert b"[DONE]" in read_until(first, b"[DONE]")
         assert ask(server.http, "POST", "/v1/completions", {**body, "n": 9}).status == 200

@@ -59,7 +59,7 @@ class Admission:
         if requests > self._max_requests:
             limit = self._max_requests
             raise CapacityError(
-                "n", f"must be at most {limit}, as many as the queue holds, not {requests}"
+                "n", f"counts as {requests} requests, and the queue holds at most {limit}"
             )
         free = _QueueSize(
             self._max_requests - self._all.requests, self._max_tokens - self._all.tokens

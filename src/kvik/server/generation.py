@@ -274,10 +274,10 @@ class Generations:
         self._processor = OutputProcessor(texts.tokenizer)
         self.live: dict[str, Generation] = {}  # running generations, by request id
 
-    def check_capacity(self, tenant: str, num_requests: int) -> None:
+    def check_capacity(self, tenant: str, num_requests: int, field: str = "n") -> None:
         """Refuse requests that do not fit into the queue, before their prompts are processed.
-        Raises OverloadError and UnavailableError as `start_all`."""
-        with self._counted_refusals(tenant):
+        Raises errors as `start_all`; `field` of the caller's request makes several of it."""
+        with self._counted_refusals(tenant), rename_fields(n=field):
             self._check_ready()
             self._admission.check(tenant, num_requests)
 

@@ -114,9 +114,10 @@ async def completions(server: Server, request: Request, body: CompletionRequest)
     inputs = split_prompts("prompt", body.prompt)
     name, max_tokens = asked_tokens(body)
     keep = kept_tokens(server, body.truncate_prompt_tokens, params.max_tokens)
-    check_choices("n" if len(inputs) == 1 else "prompt", len(inputs), params.n)
+    several = "n" if len(inputs) == 1 else "prompt"
+    check_choices(several, len(inputs), params.n)
     tenant = caller_of(request).tenant
-    server.generations.check_capacity(tenant, len(inputs) * params.n)
+    server.generations.check_capacity(tenant, len(inputs) * params.n, several)
     ids = await all_prompt_ids(server.texts.of(tenant), inputs, body.add_special_tokens, keep)
     prompts = list(ids.values())
     for field in ids:

@@ -119,7 +119,7 @@ async def embeddings(server: Server, request: Request, body: EmbeddingRequest) -
     if len(prompts) > MAX_INPUTS:
         raise ParamError("input", f"at most {MAX_INPUTS} inputs, not {len(prompts)}")
     tenant = caller_of(request).tenant
-    server.generations.check_capacity(tenant, len(prompts))
+    server.generations.check_capacity(tenant, len(prompts), "input")
     keep = kept_tokens(server, body.truncate_prompt_tokens, num_output=0)
     texts = server.texts.of(tenant)
     if pooling is None:

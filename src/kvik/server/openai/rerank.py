@@ -167,7 +167,7 @@ async def _scores(
     if len(pairs) > MAX_INPUTS:
         raise ParamError(pairs_field, f"at most {MAX_INPUTS} texts, not {len(pairs)}")
     tenant = caller_of(request).tenant
-    server.generations.check_capacity(tenant, len(pairs))
+    server.generations.check_capacity(tenant, len(pairs), pairs_field)
     keep = kept_tokens(server, body.truncate_prompt_tokens, num_output=0)
     make = partial(pair_input, pooling=pooling, instruction=body.instruction, limit=keep)
     texts, requests, num_tokens = server.texts.of(tenant), [], 0
