@@ -434,7 +434,8 @@ def test_a_prompt_preempted_with_its_last_chunk_in_flight_ends_once(pooling: str
     sim.planned()
     assert request.status is RequestStatus.PREEMPTED
     deltas = [delta for delta in sim.deliver() if delta.request_id == request.request_id]
-    assert [d.finish_reason for d in deltas if d.finish_reason] == [FinishReason.LENGTH]
+    reason = FinishReason.LENGTH if pooling is None else FinishReason.STOP
+    assert [d.finish_reason for d in deltas if d.finish_reason] == [reason]
     sim.drain()
 
 

@@ -54,7 +54,7 @@ def record_flight(
                 assert delta.error is None or delta.resendable
                 if delta.finish_reason is not None and not delta.resendable:
                     serving.discard(delta.request_id)
-                    computed = delta.finish_reason is FinishReason.LENGTH
+                    computed = delta.finish_reason is FinishReason.STOP
                     pooled = kinds[delta.request_id] is not None
                     assert (delta.embedding is not None) == (pooled and computed)
         return loop.stats()

@@ -345,7 +345,7 @@ class Simulation:
                 stop_id=EOS if EOS in request.stop_ids else None,
             )
             if request.pooling is not None:
-                done = delta.finish_reason is FinishReason.LENGTH
+                done = delta.finish_reason is FinishReason.STOP
                 vector = expected_embedding(prompt, request.cache_salt, request.pooling)
                 assert delta.embedding == (vector if done else None)
                 assert not self.outputs[key]

@@ -202,6 +202,7 @@ def test_an_embedding_asks_for_no_output_tokens() -> None:
     found = read(metrics.text(STATS, 1.0))
     assert found["kvik:request_params_n_sum"] == 2
     assert found["kvik:request_params_max_tokens_sum"] == 0
+    assert found["kvik:request_success_total{finished_reason=stop}"] == 2  # none was cut off
 
 
 def test_the_engine_is_read() -> None:

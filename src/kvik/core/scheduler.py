@@ -861,8 +861,10 @@ class Scheduler:
                     if samples:
                         deltas.append(self._deliver(request, output, i, drafts, times, now))
                     elif self._is_read(request, i, output):
-                        deltas.append(self._finish(request, FinishReason.LENGTH, now, []))
-                        deltas[-1].embedding = output.embeddings.get(i)
+                        vector = output.embeddings.get(i)
+                        reason = FinishReason.LENGTH if vector is None else FinishReason.STOP
+                        deltas.append(self._finish(request, reason, now, []))
+                        deltas[-1].embedding = vector
                     if request.num_written_tokens // block_size > request.num_committed_blocks:
                         self.kv.commit(request)
                         if request.pins:
