@@ -29,6 +29,7 @@ from kvik.engine.sources import RestartPolicy, Supervisor
 from kvik.engine.wire import Add, Credit, End, EngineStart, HandOver, Query, Ready, Report, Unusable
 from kvik.engine.wire import engine_request as engine_request_of
 from kvik.errors import ParamError, UnavailableError
+from kvik.spec.adapters import Adapter
 
 PROMPT = list(range(1, 41))  # ten blocks
 
@@ -248,6 +249,27 @@ async def test_requests_of_a_draining_replica_continue_in_another():
         await cluster.step(0, token("a"), end("a"))
         assert [delta.token_ids for delta in cluster.deltas] == [[1], [2, 3], [1], []]
         assert cluster.ends == [("a", FinishReason.LENGTH)]
+
+
+async def test_another_replica_continues_with_no_other_adapter():
+    async with Cluster(2) as cluster:
+        old, new = (Adapter("mine", f"/{i}", f"{i}", ()) for i in range(2))
+        cluster.all.config = cluster.all.config.with_adapters((old,))
+        first = cluster.place("a", adapter="mine")
+        cluster.all.drain_replica(first, drain=True)
+        cluster.all.config = cluster.all.config.with_adapters((new,))  # it is handed over already
+        cluster.sources[first].received()
+        await cluster.step(first, token("a"), handed("a", 2))
+        assert cluster.ends == [("a", FinishReason.ERROR)]
+        assert not cluster.added()[1 - first]
+        second = cluster.place("b", adapter="mine")
+        await cluster.step(second, token("b"))
+        cluster.all.drain_replica(first, drain=False)
+        cluster.all.config = cluster.all.config.with_adapters(())
+        cluster.all.drain_replica(second, drain=True)
+        assert not [m for m in cluster.sources[second].received() if isinstance(m, HandOver)]
+        await cluster.step(second, end("b"))
+        assert cluster.ends[1:] == [("b", FinishReason.LENGTH)]
 
 
 async def test_a_request_that_ends_while_it_is_handed_over_ends_once():

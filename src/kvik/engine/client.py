@@ -41,6 +41,7 @@ ORDER = (
 )
 LAST_STATES = (EngineState.FAILED, EngineState.CLOSED)  # no engine follows
 CLOSED = "the engine was closed"
+UNLOADED = "its adapter was unloaded before another replica continued it"
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +145,8 @@ class EngineClient:
             UnavailableError: no engine takes it.
         """
         self._check_id(request)
-        self._send(SentRequest(request, self._hashes(request), time.monotonic()))
+        adapter, now = self._adapter_of(request), time.monotonic()
+        self._send(SentRequest(request, self._hashes(request), now, adapter))
 
     def end(
         self,
@@ -226,7 +228,7 @@ class EngineClient:
             drain and self._router.choose((), 0, time.monotonic()) is not None
         ):  # there is another one
             for request_id, sent in link.requests.items():
-                if sent.unfinished:
+                if sent.unfinished and sent.adapter == self._adapter_of(sent.request):
                     link.send(HandOver(request_id))
         return link.num_unfinished
 
@@ -369,6 +371,11 @@ class EngineClient:
         if name in self._waiting or self._link_of(name) is not None:
             raise ParamError("request_id", f"{name!r} is already being served")
 
+    def _adapter_of(self, request: EngineRequest) -> str:
+        """Return the digest of the adapter that a new request with this name gets; "": none."""
+        name = request.params.adapter
+        return next((a.digest for a in self.config.runner.adapters if a.name == name), "")
+
     def _link_of(self, request_id: str) -> EngineLink | None:
         """Return the link of the engine that works on a request; None: none does."""
         return next((link for link in self.links if request_id in link.requests), None)
@@ -414,6 +421,9 @@ class EngineClient:
 
     def _send_again(self, sent: SentRequest, lost_with: EngineLink | None = None) -> None:
         """Send a request of which nothing was delivered again, or let it wait for an engine."""
+        if sent.request.resumed and sent.adapter != self._adapter_of(sent.request):
+            self._fail(sent, UNLOADED)
+            return
         try:
             link = self._send(sent, () if lost_with is None else {lost_with.number}, again=True)
         except UnavailableError:

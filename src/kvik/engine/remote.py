@@ -84,8 +84,11 @@ class EngineSource(Protocol):
 class SentRequest:
     """A request whose last delta has not come."""
 
-    def __init__(self, request: EngineRequest, hashes: list[bytes], arrival: float) -> None:
+    def __init__(
+        self, request: EngineRequest, hashes: list[bytes], arrival: float, adapter: str
+    ) -> None:
         self.request = request
+        self.adapter = adapter  # digest of the one it chose; another may have that name by now
         self.request_id = request.request_id
         self.n = request.params.n
         self.deadline = request.deadline
