@@ -249,6 +249,16 @@ def test_defaults_of_a_question() -> None:
             ["--dtype int4 --kv-cache-dtype int4 --tp 2", "--tp 8"],
         ),
         ("llama-3-70b", "h200", {"context": 8192}, ["--dtype int8", "--tp 2"]),
+        (  # int8 fits, as its cache then has 16 bits
+            *("glm-4.5-air", "mi300x", {"context": 32768, "batch": 7, "dtype": "fp32"}),
+            ["--dtype int8", "--tp 4"],
+        ),
+        (  # not if the cache keeps 32
+            "glm-4.5-air",
+            "mi300x",
+            {"context": 32768, "batch": 7, "dtype": "fp32", "kv_cache_dtype": "fp32"},
+            ["--dtype int4", "--tp 4"],
+        ),
         (
             *("deepseek-v3", "a100-80g", {"context": 4096, "dtype": "bf16"}),
             ["--dtype int4 --tp 8", "--tp 8 --pp 4"],  # beyond one machine
@@ -261,8 +271,9 @@ def test_offers(name: str, hardware: str, options: dict[str, Any], offers: list[
     answer = plan_shape(shape, device, Question(**options))
     assert not answer.memory.fits
     asked = [
-        *("--context", str(answer.at.context), "--batch", str(answer.at.batch)),
-        *("--dtype", answer.at.weight_format, "--kv-cache-dtype", answer.at.kv_format),
+        word
+        for name, value in options.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
     ]
     for remedy, flags in zip(answer.remedies, offers, strict=True):
         assert re.fullmatch(flags, remedy.flags)

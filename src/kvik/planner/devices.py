@@ -383,6 +383,7 @@ class Setting:
     # Model or heads that draft, whole on each device; if it is `OWN_HEAD`, the shape of the model
     # has its head (`with_own_head`).
     source: DraftSource = NO_SOURCE
+    kv_asked: bool = False  # the KV format was chosen; else it follows the dtype of computation
 
     @property
     def memory_limit(self) -> int:

@@ -51,6 +51,7 @@ from kvik.planner.variants import (
     attention_matrices,
     attention_variants,
     context_parts,
+    in_weight_format,
     kv_formats,
     weight_formats,
 )
@@ -476,8 +477,9 @@ def _smaller_on_fewer(shape: ModelShape, at: Setting, enough: list[Setting]) -> 
     for setting in (at, *_more_devices(shape, at)):
         if setting.devices >= limit:
             return
-        yield replace(setting, weight_format=weights)
-        yield replace(setting, weight_format=weights, kv_format=kv)
+        smaller = in_weight_format(shape, setting, weights)
+        yield smaller
+        yield replace(smaller, kv_format=kv)
 
 
 def _kv_formats(shape: ModelShape, at: Setting) -> Iterator[Setting]:
@@ -488,7 +490,7 @@ def _kv_formats(shape: ModelShape, at: Setting) -> Iterator[Setting]:
 
 def _weight_formats(shape: ModelShape, at: Setting) -> Iterator[Setting]:
     for name in sorted(WEIGHT_FORMATS, key=shape.weight_bytes, reverse=True):
-        yield replace(at, weight_format=name)
+        yield in_weight_format(shape, at, name)
 
 
 def _more_devices(shape: ModelShape, at: Setting) -> Iterator[Setting]:
@@ -520,9 +522,10 @@ def _first(shape: ModelShape, settings: Iterable[Setting]) -> Iterator[Setting]:
 
 
 def _remedy(shape: ModelShape, requested: Setting, changed: Setting) -> Remedy:
+    reweighted = in_weight_format(shape, requested, changed.weight_format)
     named = {
         "dtype": (requested.weight_format, changed.weight_format),
-        "kv-cache-dtype": (requested.kv_format, changed.kv_format),
+        "kv-cache-dtype": (reweighted.kv_format, changed.kv_format),
         "context": (requested.context, changed.context),
         "batch": (requested.batch, changed.batch),
         "tp": (requested.tp, changed.tp),
@@ -680,6 +683,7 @@ def setting_of(
         device=device,
         weight_format=weights,
         kv_format=kv_facts(question.kv_cache_dtype or weight_format(computed)).name,
+        kv_asked=question.kv_cache_dtype is not None,
         context=context_of(question, shape),
         batch=question.batch,
         tp=question.tp,

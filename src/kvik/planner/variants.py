@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvik.errors import ConfigError
 from kvik.planner.devices import Setting
-from kvik.planner.formats import WEIGHT_FORMATS
+from kvik.planner.formats import WEIGHT_FORMATS, weight_format
 from kvik.planner.memory import Memory, MemoryPlanner
 from kvik.planner.parallel import MAX_DEVICES, can_share, shares
 from kvik.planner.roofline import PlannedStep, decode, decode_rate, prefill, step_time
@@ -80,6 +80,13 @@ def attention_variants(shape: ModelShape, at: Setting) -> tuple[AttentionRow, ..
     return tuple(rows)
 
 
+def in_weight_format(shape: ModelShape, at: Setting, name: str) -> Setting:
+    """Return the setting in another weight format, with the KV format that the same question would
+    have."""
+    kv_format = at.kv_format if at.kv_asked else weight_format(shape.working_dtype(name))
+    return replace(at, weight_format=name, kv_format=kv_format)
+
+
 def weight_formats(shape: ModelShape, at: Setting) -> tuple[WeightRow, ...]:
     """Return the model in each weight format in which it can be divided among the devices."""
     return tuple(
@@ -93,7 +100,7 @@ def weight_formats(shape: ModelShape, at: Setting) -> tuple[WeightRow, ...]:
             largest_batch=memory.largest_batch,
         )
         for stored, memory in _possible(
-            shape, (replace(at, weight_format=f) for f in WEIGHT_FORMATS)
+            shape, (in_weight_format(shape, at, name) for name in WEIGHT_FORMATS)
         )
     )
 

@@ -28,12 +28,13 @@ from kvik.planner.advice.reasons import (
 )
 from kvik.planner.devices import Device, Setting, assumed_cpu
 from kvik.planner.families import read_shape, with_own_head
-from kvik.planner.formats import WEIGHT_FORMATS, kv_facts, weight_facts, weight_format
+from kvik.planner.formats import WEIGHT_FORMATS, kv_facts, weight_facts
 from kvik.planner.parallel import can_share
 from kvik.planner.plan import Question, draft_seconds, draft_source, find_machine, setting_of
 from kvik.planner.search import smallest
 from kvik.planner.serving import Drafting, Serving, Traffic, budgets, set_up
 from kvik.planner.shape import ModelShape
+from kvik.planner.variants import in_weight_format
 from kvik.spec.kv import KV_FORMATS
 from kvik.spec.model import DTYPE_BYTES
 
@@ -60,7 +61,7 @@ def serving_flags(serving: Serving, usual: Serving) -> tuple[str, ...]:
     options: list[tuple[str, object, bool]] = [
         ("dtype", made.dtype, bool(made.dtype) and other),
         ("quantization", made.quantization, bool(made.quantization) and other),
-        ("kv_cache_dtype", at.kv_format, at.kv_format != _kv_of(serving.shape, at)),
+        ("kv_cache_dtype", at.kv_format, at.kv_asked),
         ("max_num_seqs", serving.seqs, serving.seqs != usual.seqs),
         ("max_num_batched_tokens", serving.budget, serving.budget != serving.usual_budget),
     ]
@@ -76,7 +77,7 @@ def kv_formats(serving: Serving) -> Iterator[Position]:
     now = shape.kv_bytes_per_token(at.kv_format)
     for name in KV_FORMATS:
         if kv_facts(name).bits <= 8 and shape.kv_bytes_per_token(name) < now:
-            smaller = replace(at, kv_format=name)
+            smaller = replace(at, kv_format=name, kv_asked=True)
             with suppress(ConfigError):  # the format cannot store what this model keeps
                 yield name, _renewed(serving, smaller)
 
@@ -155,18 +156,8 @@ def parallelisms(serving: Serving) -> Iterator[Position]:
 
 
 def with_weights(serving: Serving, name: str) -> Serving:
-    """Return the setting in another weight format. A KV format at its default follows the dtype of
-    computation."""
-    shape, at = serving.shape, serving.at
-    changed = replace(at, weight_format=name)
-    if at.kv_format == _kv_of(shape, at):
-        changed = replace(changed, kv_format=_kv_of(shape, changed))
-    return _renewed(serving, changed)
-
-
-def _kv_of(shape: ModelShape, at: Setting) -> str:
-    """Return the default KV format, the dtype of computation."""
-    return weight_format(shape.working_dtype(at.weight_format))
+    """Return the setting in another weight format."""
+    return _renewed(serving, in_weight_format(serving.shape, serving.at, name))
 
 
 def _renewed(serving: Serving, at: Setting) -> Serving:
