@@ -38,6 +38,8 @@ class Requests:
             raise ParamError("prefix_tokens", f"must be at least 0, not {self.prefix_tokens}")
         if self.prefixes < 1:
             raise ParamError("prefixes", f"must be at least 1, not {self.prefixes}")
+        if self.prefixes > 1 and not self.prefix_tokens:
+            raise ParamError("prefixes", "needs --prefix-tokens")
         for prompt, output in self.sizes():
             check_context(self.field, prompt, output, resolved)
 

@@ -47,10 +47,13 @@ def test_rounds_have_different_prompts_of_equal_lengths() -> None:
     assert first[0].prompt != replace(load, seed="1").jobs(0, 500)[0].prompt
 
 
-def test_encoders_are_refused_before_they_are_loaded() -> None:
+@pytest.mark.parametrize(
+    ("change", "problem"), [({}, "model: is an encoder"), ({"prefixes": 2}, "prefixes: needs")]
+)
+def test_loads_are_refused_before_a_model_is_loaded(change: dict[str, int], problem: str) -> None:
     encoder = ModelSpec.from_config(ENCODER)
-    with pytest.raises(ParamError, match="model: is an encoder"):
-        Requests(1, fixed(1, 1)).check(planned(encoder, device="cpu"))
+    with pytest.raises(ParamError, match=problem):
+        Requests(1, fixed(1, 1), **change).check(planned(encoder, device="cpu"))
 
 
 # Prompts that are parts of texts.
