@@ -149,6 +149,17 @@ def tell_unenforced(parts: Sequence[str]) -> None:
         warnings.warn(f"structured: not enforced: {'; '.join(parts)}", stacklevel=4)
 
 
+@contextmanager
+def one_of(prompts: Sequence[object], index: int) -> Iterator[None]:
+    """Let errors about a prompt say which of many it is."""
+    try:
+        yield
+    except KvikError as error:
+        if len(prompts) > 1 and error.field == "prompt":
+            error.field = f"prompt[{index}]"
+        raise
+
+
 def check_priority(priority: int, policy: str) -> None:
     """Raise `ParamError` if the policy does not allow this priority."""
     if type(priority) is not int:
@@ -313,7 +324,12 @@ class LLM:
             ParamError, CapacityError: a prompt is impossible; nothing was computed.
         """
         if not isinstance(top, int):
+            if start:
+                raise ParamError("start", "is for log probabilities of prompts, not for pairs")
             return self._score_pairs(prompts, top, instruction, truncate_prompt_tokens, progress)
+        if instruction is not None or truncate_prompt_tokens is not None:
+            field = "instruction" if instruction is not None else "truncate_prompt_tokens"
+            raise ParamError(field, "is for pairs of texts: give the second ones, too")
         params = SamplingParams(
             temperature=0.0, max_tokens=0, prompt_logprobs=top, prompt_logprobs_start=start
         )
@@ -355,15 +371,17 @@ class LLM:
         check_dimensions(model.pooling, model.hidden_size, dimensions)
         before = prompt_before(model.pooling, prompt_name)
         keep = truncation(truncate_prompt_tokens, self.resolved.scheduler.max_model_len)
-        inputs = []
+        inputs = list[PooledInput]()
         for prompt in listed:
             if not isinstance(prompt, str):
                 inputs.append(ids_input(model.pooling, prompt, keep))
                 continue
             text = before + prompt
-            inputs.append(text_input(self.tokenizer, text, pooling=model.pooling, limit=keep))
-            if not prompt or not inputs[-1].ids:
-                raise ParamError("prompt", "must not be empty")
+            encoded = text_input(self.tokenizer, text, pooling=model.pooling, limit=keep)
+            if not prompt or not encoded.ids:
+                with one_of(listed, len(inputs)):
+                    raise ParamError("prompt", "must not be empty")
+            inputs.append(encoded)
         kind = pooling or default_pooling(model.pooling)
         outputs = self._pooled(listed, inputs, kind, progress, adapter)
         return [embedding_output(o, normalize=normalize, dimensions=dimensions) for o in outputs]
@@ -477,8 +495,9 @@ class LLM:
             )
             for encoded in inputs
         ]
-        for request in requests:
-            self._loop.core.check(request)
+        for index, request in enumerate(requests):
+            with one_of(requests, index):
+                self._loop.core.check(request)
         return self._collect(prompts, requests, progress)
 
     def _request(
@@ -543,17 +562,11 @@ class LLM:
     ) -> list[EngineRequest]:
         priorities = self._priorities(len(prompts), priority)
         per_prompt = self._params_for(len(prompts), params)
+        make = partial(self._request, add_special_tokens=add_special_tokens)
         requests = list[EngineRequest]()
         for prompt, p, urgency in zip(prompts, per_prompt, priorities, strict=True):
-            try:
-                request = self._request(
-                    prompt, p, add_special_tokens=add_special_tokens, priority=urgency
-                )
-            except KvikError as error:
-                if len(prompts) > 1 and error.field == "prompt":
-                    error.field = f"prompt[{len(requests)}]"
-                raise
-            requests.append(request)
+            with one_of(prompts, len(requests)):
+                requests.append(make(prompt, p, priority=urgency))
         return requests
 
     def _outputs(
