@@ -28,7 +28,7 @@ BUDGETS = {
     "nn": 7240,
     "planner": 5790,
     "quantize": 3310,
-    "server": 12080,
+    "server": 12100,
     "spec": 5300,
     "text": 4250,
     "training": 640,

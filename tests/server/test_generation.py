@@ -11,13 +11,22 @@ from helpers.served_engine import FakeExecutor, gated_executor
 from helpers.waiting import eventually
 
 from kvik.config.server_config import ServerConfig
-from kvik.core.types import FinishReason, RequestDelta
+from kvik.core.types import FinishReason, Handover, RequestDelta, RequestReport
 from kvik.engine import host
-from kvik.engine.output import RequestOutput
+from kvik.engine.output import OutputSoFar, RequestOutput
 from kvik.errors import CapacityError, OverloadError, ParamError
 from kvik.server import generation as module
 from kvik.server.errors import ABORTED, DEADLINE, FAILED, HttpError
-from kvik.server.generation import Generations
+from kvik.server.generation import Generation, Generations
+from kvik.server.transfer import (
+    MOVES_HEADER,
+    RESUMED_HEADER,
+    MovedOutput,
+    Resumption,
+    prompt_digest,
+    signed,
+)
+from kvik.spec.adapters import Adapter
 
 
 def counting(executor: FakeExecutor | None = None) -> FakeExecutor:
@@ -415,3 +424,41 @@ async def test_without_a_deadline_no_error_names_one():
             await serving.start(request("A", deadline_ms=1000))
         serving.generations.abort_all("the test is over")
         gate.gate.set()
+
+
+async def test_no_other_adapter_continues_a_request(monkeypatch):
+    """Neither here, nor on a server that gets it."""
+    adapters, token = [Adapter("mine", f"/{i}", f"{i}", ()) for i in range(2)], "of servers"
+    async with generating(config=ServerConfig(kv_token=token)) as serving:
+        client, asked = serving.engine.client, []
+        for name in ("add", "check", "end"):
+            monkeypatch.setattr(client, name, lambda *args: None)
+        monkeypatch.setattr(client, "hand_over", asked.append)
+
+        def choose(adapter: Adapter) -> None:
+            client.config = client.config.with_adapters((adapter,))
+
+        async def start(**headers: str) -> Generation:
+            asking = [request("AB", adapter="mine")]
+            (made,) = await serving.generations.start_all(
+                asking, "", streaming=True, headers=headers
+            )
+            return made
+
+        choose(adapters[0])
+        first = await start(**{MOVES_HEADER: "1"})
+        choose(adapters[1])
+        second = await start(**{MOVES_HEADER: "1"})
+        serving.generations.hand_over()
+        assert asked == [second.request_id]
+        report = RequestReport(90.0, 95.0, None, 100.0, 16, 1)
+        state = Handover([], 7, None, report)
+        output = MovedOutput.of(0, OutputSoFar([], [], False), state, 100.0, 0)
+        digest = prompt_digest(ids_of("AB"), adapters[0].digest)
+        resumption = Resumption("gen-1", 1, digest, None, False, [output])
+        resumed = {RESUMED_HEADER: signed(resumption, token.encode())}
+        with pytest.raises(HttpError, match="another prompt"):
+            await start(**resumed)
+        choose(adapters[0])
+        for generation in (first, second, await start(**resumed)):
+            generation.abort()

@@ -523,6 +523,11 @@ class ResolvedConfig:
         """Return the same with other adapters from which requests choose."""
         return replace(self, runner=replace(self.runner, adapters=adapters))
 
+    def adapter_digest(self, name: str) -> str:
+        """Return the digest of the adapter that a new request with this name gets; "": none."""
+        digests = {adapter.name: adapter.digest for adapter in self.runner.adapters}
+        return digests.get(name, "")
+
     @property
     def state_rows(self) -> int:
         """Rows of the state pool: running requests first, then checkpoints."""

@@ -372,9 +372,7 @@ class EngineClient:
             raise ParamError("request_id", f"{name!r} is already being served")
 
     def _adapter_of(self, request: EngineRequest) -> str:
-        """Return the digest of the adapter that a new request with this name gets; "": none."""
-        name = request.params.adapter
-        return next((a.digest for a in self.config.runner.adapters if a.name == name), "")
+        return self.config.adapter_digest(request.params.adapter)
 
     def _link_of(self, request_id: str) -> EngineLink | None:
         """Return the link of the engine that works on a request; None: none does."""

@@ -171,6 +171,7 @@ class Generation:
         reservation: Reservation,
         changed: asyncio.Event,
         degraded: str,
+        adapter: str,
     ) -> None:
         self.request_id = request.request_id  # random id, also used by the engine
         self.prompt_token_ids = request.prompt_token_ids
@@ -180,6 +181,7 @@ class Generation:
         self.changed = changed
         # A parameter that the server changed under pressure ("max_tokens=64"), or "".
         self.degraded = degraded
+        self.adapter = adapter  # digest of the one it chose; another may have that name by now
         self.unenforced: tuple[str, ...] = ()  # parts of a JSON Schema that are not enforced
         self.transfer = ALONE  # where its prompt is computed, and for whom
         # Where its prompt is kept for another server; set with the result.
@@ -222,7 +224,7 @@ class Generation:
         resumption = Resumption(
             self.request_id,
             self.created,
-            prompt_digest(self.prompt_token_ids),
+            prompt_digest(self.prompt_token_ids, self.adapter),
             self._max_tokens,
             streams or (before is not None and before.begun),
             outputs,
@@ -311,7 +313,7 @@ class Generations:
             if not any(request.pooling for request in requests):
                 transfer = transfer_of(headers, role, self._kv_token)
             if transfer.resumed is not None:
-                _check_resumed(transfer.resumed, requests)
+                self._check_resumed(transfer.resumed, requests)
             checked: list[tuple[EngineRequest, tuple[str, ...]]] = []
             for request in requests:
                 with rename_fields(prompt=request.field):
@@ -358,13 +360,24 @@ class Generations:
     def hand_over(self) -> None:
         """Hand over all movable generations whose callers support it to other servers."""
         for generation in self.live.values():
-            if generation.moves_now:
+            adapter = self._engine.config.adapter_digest(generation.record.params.adapter)
+            if generation.moves_now and generation.adapter == adapter:
                 self._engine.hand_over(generation.request_id)
 
     def abort_all(self, reason: str) -> None:
         """Abort all generations at shutdown."""
         for generation in list(self.live.values()):
             generation.abort(reason, retry=True)
+
+    def _check_resumed(self, resumed: Resumption, requests: Sequence[GenerationRequest]) -> None:
+        """Raise `HttpError` unless the resumed state belongs to this very request."""
+        request, *others = requests
+        adapter = self._engine.config.adapter_digest(request.params.adapter)
+        if others or resumed.prompt != prompt_digest(request.prompt_token_ids, adapter):
+            reason = "belongs to another prompt: do all servers have the same model and adapters?"
+            raise cannot_resume(reason)
+        if len(resumed.outputs) != request.params.n or not resumed.unfinished:
+            raise cannot_resume("belongs to a request with another n, or to one that has ended")
 
     # Input
 
@@ -461,7 +474,10 @@ class Generations:
         reservation = self._admission.admit(record.tenant, params.n, record.num_prompt_tokens)
         is_degraded = params.max_tokens != request.params.max_tokens
         degraded = f"max_tokens={params.max_tokens}" if is_degraded else ""
-        generation = Generation(self, engine_request, record, reservation, changed, degraded)
+        adapter = self._engine.config.adapter_digest(params.adapter)
+        generation = Generation(
+            self, engine_request, record, reservation, changed, degraded, adapter
+        )
         try:
             self._processor.add(
                 engine_request, None, streaming=record.streaming, marks=request.marks
@@ -622,14 +638,6 @@ class Generations:
 def _movable(request: EngineRequest) -> bool:
     """Return whether another server can continue a request with these parameters."""
     return request.params.prompt_logprobs is None and not (request.pooling or request.lends)
-
-
-def _check_resumed(resumed: Resumption, requests: Sequence[GenerationRequest]) -> None:
-    """Raise `HttpError` unless the resumed state belongs to this very request."""
-    if len(requests) != 1 or resumed.prompt != prompt_digest(requests[0].prompt_token_ids):
-        raise cannot_resume("belongs to another prompt: do all servers have the same model?")
-    if len(resumed.outputs) != requests[0].params.n or not resumed.unfinished:
-        raise cannot_resume("belongs to a request with another n, or to one that has ended")
 
 
 def _failure(delta: RequestDelta, record: GenerationRecord) -> KvikError:

@@ -179,7 +179,7 @@ class Resumption(msgspec.Struct, frozen=True, array_like=True):
 
     name: str  # id of the request
     created: int  # time at which its answer began, in whole seconds since 1970
-    prompt: bytes  # `prompt_digest` of its tokens
+    prompt: bytes  # `prompt_digest` of its tokens and its adapter
     max_tokens: int | None  # limit that its first server set
     begun: bool  # the client has the beginning of its stream
     outputs: list[MovedOutput]  # its n outputs
@@ -216,9 +216,9 @@ def _moved(report: RequestReport, by: float) -> RequestReport:
     return replace(report, **{name: time + by for name, time in times.items() if time is not None})
 
 
-def prompt_digest(tokens: Sequence[int]) -> bytes:
-    """Return a hash that identifies a prompt."""
-    return blake2b(array("I", tokens).tobytes(), digest_size=16).digest()
+def prompt_digest(tokens: Sequence[int], adapter: str = "") -> bytes:
+    """Return a hash that identifies a prompt. `adapter`: the digest of its adapter's files."""
+    return blake2b(array("I", tokens).tobytes(), digest_size=16, key=adapter.encode()).digest()
 
 
 ALONE = Transfer()
