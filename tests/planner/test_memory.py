@@ -22,6 +22,8 @@ from kvik.config.speculative import OWN_HEAD, DraftSource
 from kvik.config.units import GIB
 from kvik.errors import ConfigError
 from kvik.models.model_spec import read_model_spec
+from kvik.planner.advice.advise import advise_shape
+from kvik.planner.advice.reasons import Goal
 from kvik.planner.devices import Device, Setting, find_device
 from kvik.planner.families import read_shape, shape_from_config, with_own_head
 from kvik.planner.memory import Memory, MemoryPlanner
@@ -103,13 +105,17 @@ def test_the_formats_of_this_machine_are_the_engines(
 
 
 def test_an_engine_folder_is_planned_as_it_was_built(tmp_path: Path) -> None:
-    """Its file is mapped, with the padding between its parts."""
+    """Its file is mapped, with the padding between its parts, and no advice changes it."""
     for built in ({"dtype": "float32"}, {"quantization": "int8"}):
         config = EngineConfig(device="cpu", threads=1, **built)
         output = tmp_path / next(iter(built))
         folder, manifest = build_engine(config, output, lambda size, total: None)
         found = plan(Question(model=str(folder), context=500)).memory
         assert found.weights == manifest.weight_bytes
+        other = plan(Question(model=str(folder), context=500, dtype="int4"))
+        assert other.shape.notes[-1].endswith("int4 needs another engine folder")
+        advised = advise_shape(read_shape(str(folder)), H200, Goal()).flags
+        assert not [flag for flag in advised if flag.split()[0] in ("--dtype", "--quantization")]
 
 
 @pytest.mark.parametrize(

@@ -613,8 +613,9 @@ def plan_shape(
     """
     question = check_question(question, shape, exact=device.kind == "cpu")
     if question.dtype not in (None, shape.stored) and _keeps_weights(shape):
-        note = f"the engine keeps the weights as this checkpoint stores them, {shape.stored}: "
-        note += f"{question.dtype} needs another checkpoint"
+        source = "engine folder" if shape.like.built else "checkpoint"
+        note = f"the engine keeps the weights as this {source} stores them, {shape.stored}: "
+        note += f"{question.dtype} needs another {source}"
         shape = replace(shape, notes=(*shape.notes, note))
     shape, at = setting_of(shape, device, question, hardware)
     planner = MemoryPlanner.of(shape, at)
@@ -643,12 +644,14 @@ def plan_shape(
 
 
 def _keeps_weights(shape: ModelShape) -> bool:
-    """Return whether the engine loads linear layers quantised as they are stored, whatever
-    quantisation is asked for."""
-    if shape.spec is None or weight_facts(shape.stored).dtype:
+    """Return whether the engine loads linear layers as they are stored, whatever quantisation is
+    asked for."""
+    if shape.spec is None:
         return False
-    if shape.spec.quantization is None:  # of an engine folder
+    if shape.spec.built is not None:
         return True
+    if weight_facts(shape.stored).dtype:
+        return False
     stored = ((like.inputs, part) for like in shape.spec.linear_layers for part in like.stored)
     return any(part is not None and loaded_kind(part, inputs) for inputs, part in stored)
 

@@ -117,7 +117,9 @@ def speculations(
 
 
 def smaller_dtypes(serving: Serving) -> tuple[str, ...]:
-    """Return the dtypes with fewer bits than the current weights."""
+    """Return the dtypes with fewer bits than the current weights. An engine folder has one."""
+    if serving.shape.like.built:
+        return ()
     now = weight_facts(serving.at.weight_format).dtype
     dtypes = {f.name: f.dtype for f in WEIGHT_FORMATS.values() if f.dtype and now}
     return tuple(n for n, dtype in dtypes.items() if DTYPE_BYTES[dtype] < DTYPE_BYTES[now])
@@ -125,8 +127,8 @@ def smaller_dtypes(serving: Serving) -> tuple[str, ...]:
 
 def made_formats(serving: Serving) -> tuple[str, ...]:
     """Return the smaller formats to which this engine can quantise, the largest first. Layers that
-    a checkpoint stores quantised stay as they are."""
-    if not weight_facts(serving.shape.stored).dtype:
+    a checkpoint stores quantised stay as they are, and so do those of an engine folder."""
+    if serving.shape.like.built or not weight_facts(serving.shape.stored).dtype:
         return ()
     size = {f.name: serving.shape.weight_bytes(f.name) for f in WEIGHT_FORMATS.values()}
     made = [f.name for f in WEIGHT_FORMATS.values() if f.quantization]

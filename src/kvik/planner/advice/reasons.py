@@ -349,6 +349,8 @@ def _cost(source: DraftSource) -> str:
 def nothing(topic: str, serving: Serving) -> str:
     """Say why a lever has no other position."""
     facts = weight_facts(serving.at.weight_format)
+    if topic in ("precision", "quantisation") and serving.shape.like.built:
+        return f"the engine folder is built in {facts.name}, which the engine keeps"
     if topic == "precision" and not facts.dtype:
         return f"the weights are {facts.name}; any dtype would need more"
     if topic == "quantisation" and not weight_facts(serving.shape.stored).dtype:
