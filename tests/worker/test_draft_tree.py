@@ -57,8 +57,11 @@ def every_tree(accuracies: list[list[float]], drafts: int) -> list[float]:
     ]
 
 
-def test_the_best_tree_is_the_best_of_all():
-    accuracies = [[0.5, 0.2, 0.1], [0.45, 0.3]]
+@pytest.mark.parametrize(
+    "accuracies",
+    [[[0.5, 0.2, 0.1], [0.45, 0.3]], [[0.0, 0.1, 0.3], [0.2, 0.4]]],  # also out of order
+)
+def test_the_best_tree_is_the_best_of_all(accuracies):
     for drafts in range(1, 6):
         tree = DraftTree.best(accuracies, drafts)
         assert tree.drafts == drafts

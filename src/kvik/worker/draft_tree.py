@@ -52,22 +52,28 @@ class DraftTree:
             accuracies: [depths][ranks], how often the r-th likeliest token at depth d + 1 is right.
         """
         parents, ranks, depths = [-1], [0], [0]
-        candidates: list[tuple[float, int, int, float]] = []  # -worth, parent, rank, parent's worth
+        # Ranks by accuracy: one measured on few tokens may exceed those before it.
+        orders = [
+            sorted(range(len(shares)), key=shares.__getitem__, reverse=True)
+            for shares in accuracies
+        ]
+        # -worth, parent, place of the rank in the order, parent's worth
+        candidates: list[tuple[float, int, int, float]] = []
 
-        def offer(parent: int, rank: int, worth: float) -> None:
+        def offer(parent: int, place: int, worth: float) -> None:
             depth = depths[parent]
-            if depth < len(accuracies) and rank < len(accuracies[depth]):
-                probability = worth * accuracies[depth][rank]
+            if depth < len(orders) and place < len(orders[depth]):
+                probability = worth * accuracies[depth][orders[depth][place]]
                 if probability > 0:
-                    heapq.heappush(candidates, (-probability, parent, rank, worth))
+                    heapq.heappush(candidates, (-probability, parent, place, worth))
 
         offer(0, 0, 1.0)
         while candidates and len(parents) <= drafts:
-            negated, parent, rank, worth = heapq.heappop(candidates)
+            negated, parent, place, worth = heapq.heappop(candidates)
             parents.append(parent)
-            ranks.append(rank)
+            ranks.append(orders[depths[parent]][place])
             depths.append(depths[parent] + 1)
-            offer(parent, rank + 1, worth)
+            offer(parent, place + 1, worth)
             offer(len(parents) - 1, 0, -negated)
         return DraftTree(tuple(parents), tuple(ranks))
 
