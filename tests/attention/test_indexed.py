@@ -21,7 +21,9 @@ from kvik.spec.kv import KVCacheSpec, group_layers, stored_as
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.full) if c == "long" else c for c in CASES]
+)
 def test_the_largest_scores_are_chosen(case: str, spec: str, name: str, dtype: torch.dtype) -> None:
     check_choice(case, make_backend(name), dtype, SPECS[spec])
 

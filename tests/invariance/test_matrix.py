@@ -31,11 +31,17 @@ def test_tokens_do_not_depend_on_how_they_are_made(model, expected, column):
     checked_tokens(column, model, expected)
 
 
-ENTRIES = by_name(
-    ALL_COLUMNS,
-    *("chunks of 5", "prefix hits, chunks", "preemption, chunks", "siblings, preemption"),
-    *("memory tier, chunks, two steps in flight", "blocks of 64", "sdpa"),
-)
+ENTRIES = [
+    *by_name(ALL_COLUMNS, "prefix hits, chunks", "siblings, preemption"),
+    *(
+        pytest.param(column, marks=pytest.mark.full)
+        for column in by_name(
+            ALL_COLUMNS,
+            *("chunks of 5", "preemption, chunks", "memory tier, chunks, two steps in flight"),
+            *("blocks of 64", "sdpa"),
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize("name", ["entries"])

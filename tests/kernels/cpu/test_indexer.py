@@ -12,7 +12,7 @@ BLOCKS = {"mixed": "pairs", "tree": "blocks", "long": "large blocks"}
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("case", ["mixed", "tree", "long"])
+@pytest.mark.parametrize("case", ["mixed", "tree", pytest.param("long", marks=pytest.mark.full)])
 @pytest.mark.parametrize("runtime", runtimes())
 def test_the_largest_scores_are_chosen(runtime: Runtime, case: str, dtype: torch.dtype) -> None:
     backend = make_backend("cpu", runtime.threads, runtime.isa)
