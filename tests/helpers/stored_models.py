@@ -63,6 +63,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         sym=False, packing_format="auto_round", extra_config=AUTO_ROUND_EXTRA
     ),
 }
+LETTERED = (".w1", ".w2", ".w3", ".wq_a", ".wq_b", ".wkv", ".wo_a", ".wo_b")
 BNB_BLOCK = 64  # weights that share a scale
 STATIC = torch.tensor([0.01])  # scale of activations, as if from a calibration
 
@@ -177,9 +178,8 @@ def save_quantised(source: Path, folder: Path, twin: Path, config: dict[str, Any
     stored = read(config, [name.removesuffix(".weight") for name in plain])
     for name, tensor in dict(plain).items():
         layer = name.removesuffix(".weight")
-        linear = layer.rstrip(".0123456789").endswith(
-            ("_proj", "lm_head", ".w1", ".w2", ".w3", ".gate")
-        )
+        linear = layer.rstrip(".0123456789").endswith(("_proj", "lm_head", ".gate"))
+        linear |= layer.endswith(LETTERED)
         scheme = stored.scheme(layer) if linear else None
         if scheme is None:
             quantised[name] = tensor
@@ -189,16 +189,23 @@ def save_quantised(source: Path, folder: Path, twin: Path, config: dict[str, Any
             quantised |= {f"{layer}.{part}": tensors[part].contiguous() for part in tensors}
             continue
         shape = LinearShape(tensor.shape[1], tensor.shape[0])
-        names = {"weight_scale_inv": ()} if config.get("weight_block_size") else {}
+        powers = config.get("scale_fmt") == "ue8m0"
+        block_scale = "scale" if powers else "weight_scale_inv"
+        names = {block_scale: ()} if config.get("weight_block_size") else {}
         format = FORMATS[scheme.layout](scheme, shape, names)
         if isinstance(format, Fp8):
             scales = fp8_scales(tensor, format.dtype, format.block)
+            scales = scales.log2().ceil().exp2() if powers else scales
             values = round_fp8(tensor, scales, format.dtype, format.block)
             tensors = format.save(values, scales, STATIC.clone() if format.static else None)
             plain[name] = unround_fp8(values, scales, format.block)
         elif isinstance(format, Mxfp4Packed):
             weight = round_mxfp4(tensor)
-            tensors = {"weight_packed": weight.values, "weight_scale": weight.scales}
+            codes, scales = format.dtypes
+            tensors = {
+                format.packed: weight.values.view(codes),
+                format.scale: weight.scales.view(scales),
+            }
             plain[name] = weight.dequantized()
         elif isinstance(format, Nvfp4):
             tensors, plain[name] = rounded_nvfp4(tensor, format)

@@ -184,6 +184,8 @@ def _allowed(dtype: torch.dtype) -> Sequence[str]:
     """Return the dtypes that a file may hold for a declared `dtype`."""
     if dtype.is_floating_point and dtype.itemsize > 1:
         return FLOATS
+    if dtype == torch.float8_e8m0fnu:
+        return ("F8_E8M0", *FLOATS)
     if dtype == torch.int64:
         return INTEGERS
     return [name for name, other in TORCH_DTYPES.items() if other == dtype]

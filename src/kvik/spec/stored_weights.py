@@ -257,7 +257,8 @@ BlockLayout = Literal[
 # fmt: on
 Layout = (
     Literal["awq", "gptq", "pack-quantized", "int-quantized", "fp8"]
-    | Literal["mxfp4-pack-quantized", "mxfp4-blocks", "nvfp4-pack-quantized", "nvfp4-modelopt"]
+    | Literal["mxfp4-pack-quantized", "mxfp4-blocks", "mxfp4-deepseek"]
+    | Literal["nvfp4-pack-quantized", "nvfp4-modelopt"]
     | Literal["bnb-nf4", "bnb-fp4", "bnb-int8", "bitlinear", "autobitlinear"]
     | BlockLayout
 )
@@ -265,7 +266,8 @@ BLOCK_LAYOUTS: tuple[BlockLayout, ...] = get_args(BlockLayout)
 # E2M1 in groups of 32 that share a power of two.
 MXFP4: Final = "mxfp4-pack-quantized"
 MXFP4_BLOCKS: Final = "mxfp4-blocks"  # of gpt-oss
-MXFP4_LAYOUTS: frozenset[Layout] = frozenset({"MXFP4", MXFP4, MXFP4_BLOCKS})
+MXFP4_DEEPSEEK: Final = "mxfp4-deepseek"  # of DeepSeek-V4
+MXFP4_LAYOUTS: frozenset[Layout] = frozenset({"MXFP4", MXFP4, MXFP4_BLOCKS, MXFP4_DEEPSEEK})
 # E2M1 in groups of 16 with E4M3 scales, which have a common factor.
 NVFP4: Final = "nvfp4-pack-quantized"
 NVFP4_MODELOPT: Final = "nvfp4-modelopt"
@@ -471,6 +473,8 @@ def read_stored_quantization(fields: Fields, layers: Iterable[str]) -> StoredQua
     if fields.mapping(KEY) is None:
         return None
     inner = fields.inside(KEY)
+    if EXPERTS not in inner and EXPERTS in fields:  # files of DeepSeek-V4 have it outside
+        inner = inner.changed({EXPERTS: fields.raw(EXPERTS)})
     method = inner.choice("quant_method", tuple(METHODS))
     kv_scales = inner.raw("kv_cache_scheme") is not None
     known = _Layers(layers)
@@ -598,8 +602,10 @@ def _searched(fields: Fields, key: str, layers: _Layers, patterns: Iterable[str]
 
 
 IN_FLOATS = "layers_in_floats"  # what `with_layers_in_floats` adds
+EXPERTS = "expert_dtype"  # of routed experts, if it differs
 # A tensor of all experts of a layer, which bitsandbytes leaves as floats.
 _STACKED = re.compile(r"(.+\.experts)\.[a-z_]+_proj")
+_OF_WEIGHT = re.compile(r"(.+)\.weight(?![a-z])(.*)")  # a layer, and a part of how it is stored
 
 
 def with_layers_in_floats(config: dict[str, object], tensors: Iterable[str]) -> dict[str, object]:
@@ -615,13 +621,12 @@ def with_layers_in_floats(config: dict[str, object], tensors: Iterable[str]) -> 
     stored = config.get(KEY)
     if not isinstance(stored, Mapping):
         return config
-    layers, quantised = set(), set()
+    layers, quantised = set[str](), set[str]()
     for name in tensors:
-        layer, weight, part = name.partition(".weight")
-        if part or name.endswith(".SCB"):
-            quantised.add(layer.removesuffix(".SCB"))
-        elif weight:
-            layers.add(layer)
+        if weight := _OF_WEIGHT.fullmatch(name):
+            (quantised if weight[2] else layers).add(weight[1])
+        elif name.endswith((".SCB", ".scale")):
+            quantised.add(name.rpartition(".")[0])
         elif stacked := _STACKED.fullmatch(name):
             layers.add(stacked[1])
     return {**config, KEY: {**stored, IN_FLOATS: sorted(layers - quantised)}}
@@ -661,14 +666,19 @@ def _bitsandbytes(fields: Fields, layers: _Layers) -> list[StoredRule]:
 
 def _fp8(fields: Fields, layers: _Layers) -> list[StoredRule]:
     number = fields.choice("fmt", (*E4M3, *E5M2), E4M3[0])
-    fields.choice("scale_fmt", ("float", "ue8m0"), "float")  # the latter: powers of two, as floats
+    fields.choice("scale_fmt", ("float", "ue8m0"), "float")  # the latter: powers of two
     band, group = _block(fields, "weight_block_size") or (0, 0)
     static = fields.choice("activation_scheme", ("dynamic", "static"), "dynamic") == "static"
     skipped = _skipped(fields, "modules_to_not_convert", "ignored_layers")
     if number in E5M2:  # no kernel supports E5M2: the weights become floats, with float inputs
         return [skipped, _rest(StoredScheme("fp8", 8, group, band, e5m2=True))]
     rounded: Rounding = "static" if static else "group" if group else "token"
-    return [skipped, _rest(StoredScheme("fp8", 8, group, band, fp8_activations=rounded))]
+    rules = [_rest(StoredScheme("fp8", 8, group, band, fp8_activations=rounded))]
+    if fields.choice(EXPERTS, ("fp8", "fp4"), "fp8") == "fp4":
+        experts = StoredScheme(MXFP4_DEEPSEEK, 4, MX_GROUP)
+        rules.insert(0, StoredRule(experts, within=frozenset({"experts"})))
+    # DeepSeek-V4 does not say which layers are floats: the tensors do.
+    return [skipped, StoredRule(None, frozenset(fields.strings(IN_FLOATS))), *rules]
 
 
 def _fbgemm_fp8(fields: Fields, layers: _Layers) -> list[StoredRule]:

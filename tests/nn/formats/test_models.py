@@ -20,10 +20,11 @@ from helpers.stored_layers import (
     modelopt_config,
 )
 from helpers.stored_models import STATIC, save_quantised
-from helpers.tiny_models import STEP, save_tiny, tokens
+from helpers.tiny_models import COMPRESSED, STEP, save_tiny, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvik.errors import ModelError
 from kvik.kernels.fp8 import round_activations
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.torch_ops import TORCH
@@ -127,6 +128,39 @@ def test_experts_of_a_layer_in_one_tensor(tmp_path: Path, monkeypatch: pytest.Mo
     ids = tokens(24)
     expected = PagedModel(tmp_path / "twin").logits(ids)
     torch.testing.assert_close(PagedModel(tmp_path / "q").logits(ids), expected)
+
+
+@pytest.mark.parametrize("experts", ["fp4", "fp8"])
+def test_files_of_deepseek_v4(
+    experts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As published: E8M0 scales, experts in four bits, and layers in floats that no field names."""
+    monkeypatch.setattr("kvik.kernels.reference.ops.round_activations", lambda x, *_: x.float())
+    widths = {"hidden_size": 64, "q_lora_rank": 32, "o_lora_rank": 16, "moe_intermediate_size": 32}
+    widths |= {"intermediate_size": 32}
+    save_tiny(tmp_path / "plain", "DeepseekV4", **COMPRESSED | widths)
+    config = fp8_config(weight_block_size=[32, 32], scale_fmt="ue8m0", expert_dtype=experts)
+    left = {"modules_to_not_convert": ["head", "gate", "compressor", "weights_proj"]}
+    save_quantised(tmp_path / "plain", tmp_path / "q", tmp_path / "twin", config | left)
+    path = tmp_path / "q" / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"expert_dtype": experts, "quantization_config": config}))
+    stored = load_file(tmp_path / "q" / SINGLE)
+    expert = "layers.1.ffn.experts.2.w1."
+    dtypes = {"fp4": torch.int8, "fp8": torch.float8_e4m3fn}
+    assert stored[f"{expert}weight"].dtype == dtypes[experts]
+    assert stored["layers.0.attn.wq_a.scale"].dtype == torch.float8_e8m0fnu
+    ids = tokens(24)
+    expected = PagedModel(tmp_path / "twin").logits(ids)
+    found = PagedModel(tmp_path / "q").logits(ids)
+    assert float((found - expected).norm() / expected.norm()) < 2e-6
+    stored[f"{expert}scale"] = stored[f"{expert}scale"].float()
+    save_file(stored, tmp_path / "q" / SINGLE)
+    assert torch.equal(PagedModel(tmp_path / "q").logits(ids), found)
+    stored[f"{expert}scale"] = stored[f"{expert}scale"] * torch.nan
+    save_file(stored, tmp_path / "q" / SINGLE)
+    with pytest.raises(ModelError, match=f"{expert}scale.* holds NaN"):
+        PagedModel(tmp_path / "q")
 
 
 def test_older_files_of_modelopt_tell_the_format_apart(plain: Path, tmp_path: Path) -> None:

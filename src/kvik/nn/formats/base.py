@@ -81,7 +81,8 @@ class StoredTensor:
     """A tensor that the checkpoint must hold for a layer."""
 
     shape: tuple[int, ...]
-    # A float dtype of 16 or 32 bits accepts all such dtypes; int64 also accepts int32.
+    # A float dtype of 16 or 32 bits accepts all such dtypes, and so does E8M0; int64 also accepts
+    # int32.
     dtype: torch.dtype
     output_axis: OutputAxis | None = None  # None: all outputs share the tensor
     # Any range of rows alone is the weight of those outputs, so that the whole tensor never has to

@@ -1,6 +1,6 @@
 """Four-bit floats (E2M1): MXFP4 of the OCP Microscaling Formats, in groups of 32 that share a power
-of two (E8M0), in the layouts of compressed-tensors and gpt-oss; and NVFP4, in groups of 16 with
-scales in E4M3, in those of compressed-tensors and ModelOpt."""
+of two (E8M0), in the layouts of compressed-tensors, gpt-oss and DeepSeek-V4; and NVFP4, in groups
+of 16 with scales in E4M3, in those of compressed-tensors and ModelOpt."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor
 from kvik.kernels.weights import Weight, mxfp4_weight, nvfp4_weight
 from kvik.nn.formats.base import LinearShape, OutputAxis, Shapes, StoredTensor, TensorError
 from kvik.nn.formats.compressed_tensors import ACTIVATIONS, INPUT_SCALE, PACKED, SCALE, WEIGHT
+from kvik.nn.formats.fp8 import POWERS
 from kvik.nn.formats.integers import GroupedFormat, finite
-from kvik.spec.stored_weights import NVFP4_MODELOPT, StoredScheme
+from kvik.spec.stored_weights import MXFP4_DEEPSEEK, NVFP4_MODELOPT, StoredScheme
 from kvik.spec.weight_kind import MX_GROUP
 
 E8M0_NAN = 255
@@ -22,19 +23,29 @@ BLOCKS, SCALES = "blocks", "scales"
 
 class Mxfp4Packed(GroupedFormat):
     """weight_packed [outputs, inputs / 2] uint8, the even input in the low half of a byte, and
-    weight_scale [outputs, inputs / 32] uint8."""
+    weight_scale [outputs, inputs / 32] uint8; in DeepSeek-V4's layout weight, int8, and scale,
+    E8M0."""
 
     unread = ACTIVATIONS
 
+    def __init__(self, scheme: StoredScheme, shape: LinearShape, stored: Shapes) -> None:
+        """See `GroupedFormat`."""
+        super().__init__(scheme, shape, stored)
+        self.packed, self.scale, self.dtypes = PACKED, SCALE, (torch.uint8, torch.uint8)
+        if scheme.layout == MXFP4_DEEPSEEK:
+            self.packed, self.scale = WEIGHT, POWERS
+            self.dtypes = torch.int8, torch.float8_e8m0fnu
+
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        outputs, widths = self.shape.outputs, {PACKED: self.shape.inputs // 2, SCALE: self.groups}
+        outputs, (codes, scales) = self.shape.outputs, self.dtypes
         return {
-            name: self.stored((outputs, width), torch.uint8, OutputAxis())
-            for name, width in widths.items()
+            self.packed: self.stored((outputs, self.shape.inputs // 2), codes, OutputAxis()),
+            self.scale: self.stored((outputs, self.groups), scales, OutputAxis()),
         }
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
-        return mxfp4_weight(tensors[PACKED][rows], powers_of_two(SCALE, tensors[SCALE][rows]))
+        scales = powers_of_two(self.scale, tensors[self.scale][rows])
+        return mxfp4_weight(tensors[self.packed][rows].view(torch.uint8), scales)
 
 
 class Mxfp4Blocks(GroupedFormat):
@@ -86,14 +97,22 @@ class Nvfp4(GroupedFormat):
 
 
 def powers_of_two(name: str, scales: Tensor) -> Tensor:
-    """Return scales [outputs, groups] uint8, none of them NaN.
+    """Return scales [outputs, groups] as uint8, none of them NaN.
 
     Args:
         name: of the tensor, for errors.
+        scales: exponents in bytes, E8M0, or floats that are powers of two.
 
     Raises:
-        TensorError: a scale is NaN.
+        TensorError: a scale is NaN, or no power of two.
     """
-    if bool((scales == E8M0_NAN).any()):
+    powers = scales
+    if scales.dtype != torch.uint8:
+        powers = scales.to(torch.float8_e8m0fnu).view(torch.uint8)
+    if bool((powers == E8M0_NAN).any()):
         raise TensorError(name, "holds NaN")
-    return scales
+    if powers.dtype != scales.dtype and not torch.equal(
+        powers.view(torch.float8_e8m0fnu).float(), scales.float()
+    ):
+        raise TensorError(name, "holds a number that is no power of two")
+    return powers

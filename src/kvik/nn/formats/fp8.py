@@ -16,6 +16,7 @@ from kvik.spec.stored_weights import StoredScheme
 from kvik.spec.weights import loaded_kind
 
 BLOCK_SCALE = "weight_scale_inv"  # the inverse of the factor that was applied to the weights
+POWERS = "scale"  # the same in files of DeepSeek-V4, where they may be E8M0
 # Bits that are all set only in values that are not finite: NaN of E4M3; NaN and infinity of E5M2.
 NO_NUMBER = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
 
@@ -36,7 +37,8 @@ class Fp8:
             raise ValueError(f"it has an {INPUT_SCALE}, and its activations have no static scale")
         self.input_scale = () if stored.get(INPUT_SCALE) == () else (1,)
         blocks = scheme.band > 1 and scheme.group > 0
-        self.scale_name = BLOCK_SCALE if BLOCK_SCALE in stored else SCALE
+        self.scale_name = next((n for n in (BLOCK_SCALE, POWERS) if n in stored), SCALE)
+        self.scale_dtype = torch.float8_e8m0fnu if self.scale_name == POWERS else torch.float32
         if blocks:
             rows, columns = -(-shape.outputs // scheme.band), -(-shape.inputs // scheme.group)
             self.scale: tuple[int, ...] = (rows, columns)
@@ -50,7 +52,7 @@ class Fp8:
         bands = OutputAxis(0, self.scheme.band) if self.scheme.band else None
         tensors = {
             WEIGHT: StoredTensor(weight, self.dtype, OutputAxis(), because=reason),
-            self.scale_name: StoredTensor(self.scale, torch.float32, bands, because=reason),
+            self.scale_name: StoredTensor(self.scale, self.scale_dtype, bands, because=reason),
         }
         if self.static:
             reason = "static activations"
@@ -82,7 +84,7 @@ class Fp8:
 
     def _scales(self, scales: Tensor, rows: slice) -> Tensor:
         """Return [rows, groups of inputs] fp32."""
-        scales = finite(self.scale_name, scales).float()
+        scales = finite(self.scale_name, scales.float())
         if bool((scales < 0).any()):
             raise TensorError(self.scale_name, "holds negative scales")
         wide = scales.reshape(-1, 1) if scales.dim() < 2 else scales
@@ -99,7 +101,8 @@ class Fp8:
             scales: as `fp8_scales` returns them for the block size of this format.
             input_scale: [1], for static activations.
         """
-        tensors = {WEIGHT: values, self.scale_name: scales.float().reshape(self.scale)}
+        scales = scales.to(self.scale_dtype).reshape(self.scale)
+        tensors = {WEIGHT: values, self.scale_name: scales}
         if input_scale is not None:
             tensors[INPUT_SCALE] = input_scale.float().reshape(self.input_scale)
         return tensors

@@ -36,6 +36,7 @@ FORMATS: Mapping[Layout, MakeFormat] = MappingProxyType(
         "fp8": Fp8,
         "mxfp4-pack-quantized": Mxfp4Packed,
         "mxfp4-blocks": Mxfp4Blocks,
+        "mxfp4-deepseek": Mxfp4Packed,
         "nvfp4-pack-quantized": Nvfp4,
         "nvfp4-modelopt": Nvfp4,
         "bnb-nf4": Bnb4Bit,
