@@ -243,6 +243,7 @@ def test_the_plan_matches_the_peak_of_a_large_model(
     assert found.peak <= found.planned <= (1 + within) * found.peak
 
 
+@pytest.mark.full
 @native
 @pytest.mark.parametrize(
     "facts",

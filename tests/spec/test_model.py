@@ -21,6 +21,7 @@ from kvik.spec.rope import RopeSpec
 from kvik.spec.visible_keys import Window
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "count"),
     [
