@@ -152,6 +152,24 @@ def test_the_peak_stays_below_the_plan(quantization: str, kernels: str, tmp_path
 
 @pytest.mark.full
 @linux
+def test_attention_over_entries_is_planned(tmp_path: Path) -> None:
+    facts = {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "vocab_size": 2048,
+        "hidden_size": 512,
+        **{"num_attention_heads": 16, "num_key_value_heads": 1, "head_dim": 128},
+        **{"qk_rope_head_dim": 16, "q_lora_rank": 256, "o_groups": 4, "o_lora_rank": 128},
+        **{"moe_intermediate_size": 256, "n_routed_experts": 4, "num_experts_per_tok": 2},
+        **{"num_hidden_layers": 4, "num_hash_layers": 1, "compress_ratios": [0, 4, 128, 4]},
+        **{"index_n_heads": 16, "index_head_dim": 64, "index_topk": 64},
+    }
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 1024, "max_model_len": 1536}
+    found = run(facts, tmp_path, kernels="auto", num_blocks=520, **sizes)
+    assert found.peak <= found.planned <= 1.7 * found.peak
+
+
+@pytest.mark.full
+@linux
 @pytest.mark.parametrize("kernels", ["auto", pytest.param("torch", marks=pytest.mark.nightly)])
 def test_a_draft_model_is_planned_with_its_cache_and_probabilities(
     kernels: str, tmp_path: Path

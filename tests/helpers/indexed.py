@@ -16,6 +16,7 @@ SPECS = {
     "halves": IndexSpec(HEADS, DIM, TOP),
     "neighbours": IndexSpec(HEADS, DIM, TOP, interleaved=True),
     "blocks": IndexSpec(HEADS, DIM, 3 * 8, span=8, local=1),
+    "strips": IndexSpec(HEADS, DIM, 3 * 16, span=16, local=1),  # by vectors in whole tiles
     "large blocks": IndexSpec(HEADS, DIM, 2 * 128, span=128, local=2),
     "pairs": IndexSpec(HEADS, DIM, 6 * 2, span=2),
 }

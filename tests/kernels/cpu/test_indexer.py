@@ -8,11 +8,17 @@ from helpers.attention_backends import make_backend
 from helpers.indexed import SPECS, Texts, check_choice
 from helpers.native import FLOATS, Runtime, runtimes
 
-BLOCKS = {"mixed": "pairs", "tree": "blocks", "long": "large blocks"}
+LONG = pytest.param("long", marks=pytest.mark.full)
+BLOCKS = {
+    "mixed": "pairs",
+    "tree": "blocks",
+    "prefill batch": "strips",
+    "long": "large blocks",
+}
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("case", ["mixed", "tree", pytest.param("long", marks=pytest.mark.full)])
+@pytest.mark.parametrize("case", ["mixed", "tree", "prefill batch", LONG])
 @pytest.mark.parametrize("runtime", runtimes())
 def test_the_largest_scores_are_chosen(runtime: Runtime, case: str, dtype: torch.dtype) -> None:
     backend = make_backend("cpu", runtime.threads, runtime.isa)
