@@ -53,7 +53,7 @@ def test_a_chat_as_for_vllm() -> None:
 def test_speculation_as_for_vllm() -> None:
     with LLM("", speculative_model="[ngram]", num_speculative_tokens=4, **FAST) as llm:
         assert llm.resolved.speculation is not None
-        assert llm.generate("Once", SamplingParams(max_tokens=4))[0].num_output_tokens == 4
+        assert llm.generate("Once", SamplingParams(max_tokens=4, seed=0))[0].num_output_tokens == 4
 
 
 def test_arguments_have_the_names_of_transformers() -> None:
