@@ -98,7 +98,9 @@ def test_ray_serve_has_kvik_in_its_replicas(cluster) -> None:
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     try:
         serve.run(runpy.run_path(str(example))["app"], name="kvik")
-        body = json.dumps({"model": "stories", "prompt": "Once", "max_tokens": 8}).encode()
+        body = json.dumps(
+            {"model": "stories", "prompt": "Once", "max_tokens": 8, "seed": 0}
+        ).encode()
         request = urllib.request.Request(
             f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"}
         )
