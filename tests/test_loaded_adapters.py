@@ -313,12 +313,12 @@ def test_a_recording_has_them(folders: dict[str, Path], tmp_path: Path) -> None:
             EngineConfig(**OPTIONS, adapters=(f"three={folders['three']}",))
         ).runner.adapters[0],
     )
-    loop.add(engine_request("a", PROMPT, adapter="one", max_tokens=20))
+    loop.add(engine_request("a", PROMPT, adapter="one", max_tokens=20, ignore_eos=True))
     for _ in range(3):
         loop.poll()
     loop.load_adapter(three)
     loop.unload_adapter("one")
-    loop.add(engine_request("b", PROMPT, adapter="three", max_tokens=20))
+    loop.add(engine_request("b", PROMPT, adapter="three", max_tokens=20, ignore_eos=True))
     while loop.has_work:
         loop.poll()
     loop.close()

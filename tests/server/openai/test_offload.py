@@ -15,7 +15,8 @@ from kvik.server.responses import offload
 from kvik.server.stored_responses import ResponseStore
 
 TALK = {"messages": [{"role": "user", "content": "A dog"}] * 3, "max_tokens": 4}
-ASKED = {"input": "A dog", "max_output_tokens": 4, "include": ["message.output_text.logprobs"]}
+ASKED = {"input": "A dog", "max_output_tokens": 4, "seed": 0}
+ASKED["include"] = ["message.output_text.logprobs"]
 
 
 def test_long_work_is_done_in_a_thread() -> None:
