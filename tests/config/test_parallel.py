@@ -78,6 +78,19 @@ def test_a_pipeline_has_the_cache_of_one_process_and_the_head_twice() -> None:
     assert two.overhead - alone.overhead > 128_256 * 2_048 * 2
 
 
+@pytest.mark.parametrize(
+    ("model", "most"), [("gpt-oss-20b", 1.0), ("gemma-3-4b", 1.21), ("mimo-v2-flash", 1.21)]
+)
+def test_each_stage_has_layers_of_each_group(model: str, most: float) -> None:
+    """Every stage has room for every block, so a group in one stage would waste it in the other."""
+    options = {"device": "cpu", "threads": 8, **SIZES, "num_blocks": 2000}
+    alone, two = (
+        planned(model, pipeline_parallel_size=stages, **options).memory.kv_cache
+        for stages in (1, 2)
+    )
+    assert two <= most * alone
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_last_stage_has_the_head_that_drafts_and_the_table_that_it_reads(ranks: int) -> None:
     """A table of 151,552 x 4,096 in bfloat16, whole in each process; the head is a layer more."""

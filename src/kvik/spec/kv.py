@@ -367,7 +367,7 @@ def group_layers(
     for layers, share in kinds:
         parts = -(-len(layers) // (places * share))
         for i in range(parts):
-            part = layers[len(layers) * i // parts : len(layers) * (i + 1) // parts]
+            part = layers[i::parts]  # so that each stage of a pipeline has some of them
             specs_of = tuple(stored[layer] for layer in part)
             groups.append(KVGroup(specs_of, tuple(part), share))
     return tuple(sorted(groups, key=lambda g: g.layers[0]))
