@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from helpers.configs import PUBLIC
 from helpers.configs import config as model_config
 from helpers.planned import LARGE, planned, public_spec
 
@@ -69,6 +70,19 @@ def test_layers_are_divided_by_their_bytes(model: str, ends: tuple[int, ...]) ->
     resolved = divided(model, 1, len(ends))
     assert resolved.runner.stage_ends == ends and resolved.scheduler.stages == len(ends)
     assert resolved.runner.threads == 8 // len(ends)
+
+
+def test_entries_that_sum_up_tokens_are_in_every_process_and_in_the_stage_of_their_layer() -> None:
+    """Layers that choose experts by the token are in the first stage."""
+    spec = ModelSpec.from_config(PUBLIC["DeepSeek-V4-Flash"])
+    options = {"device": "cpu", "kernels": "torch", "threads": 48, **SIZES, "num_blocks": 6000}
+    alone, two = (planned(spec, tensor_parallel_size=ranks, **options) for ranks in (1, 2))
+    staged = planned(spec, pipeline_parallel_size=41, **options)
+    assert two.memory.kv_cache == 2 * alone.memory.kv_cache
+    assert staged.runner.stage_ends == tuple(range(3, 44))
+    for field, most in (("tensor_parallel_size", 8), ("pipeline_parallel_size", 41)):
+        with pytest.raises(ConfigError, match=rf"^{field}: .*\b{most}\b"):
+            planned(spec, **options, **{field: most + 1})
 
 
 def test_a_pipeline_has_the_cache_of_one_process_and_the_head_twice() -> None:

@@ -99,12 +99,12 @@ REPLAYED = ("exact", "fast", "fast, two steps in flight", "fast, preemption, chu
 REPLAYED += ("stages", "stages of groups")
 ELSEWHERE = (*IN_PROCESSES, *REPLAYED, "whole experts")
 CASES = [("bundled", column) for column in COLUMNS if column.name not in ELSEWHERE]
-CASES += [(name, BY_NAME["whole experts"]) for name in ("windowed", "chunked")]
+CASES += [(name, BY_NAME["whole experts"]) for name in ("windowed", "chunked", "entries")]
 CASES += [
     (name, BY_NAME[column])
     for name in (
         *("windowed", "capped", "narrow", "chunked", "latent", "indexed", "adapted windowed"),
-        *("alibi", "streams", "blocks"),
+        *("alibi", "streams", "blocks", "entries"),
     )
     for column in ("exact", "fast")
 ]
@@ -114,7 +114,7 @@ CASES += [
 ]
 CASES += [
     (name, BY_NAME["stages of groups"])
-    for name in ("capped", "latent", "indexed", "streams", "blocks", "adapted capped")
+    for name in ("capped", "latent", "indexed", "streams", "blocks", "entries", "adapted capped")
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers.configs import PUBLIC
 from helpers.public_configs import config
 from helpers.public_configs import public_shape as shape
 
@@ -237,6 +238,13 @@ def test_impossible_divisions(name: str, tp: int, pp: int, field: str, message: 
     assert can_share(shape(name), 2)
     with pytest.raises(ConfigError, match=rf"^{field}: "):
         check_parallel(shape(name), tp, pp, exact=True)
+
+
+def test_divisions_of_the_engine() -> None:
+    """Groups of heads, and layers that choose experts by the token, are not divided."""
+    model = shape_from_config(PUBLIC["DeepSeek-V4-Flash"], "v4")
+    assert can_share(model, 8, 41) and not can_share(model, 9) and not can_share(model, 1, 42)
+    assert stage_runs(model, 41, "bf16")[0] == range(3)
 
 
 def test_processes_of_one_machine_are_limited() -> None:

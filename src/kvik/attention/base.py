@@ -328,9 +328,9 @@ class AttentionBackend:
         entries, in torch for all backends.
 
         Returns:
-            [tokens, heads, head_dim].
+            [tokens, groups, group_rank].
         """
-        return attend_compressed(self._ops, attend)
+        return attend.grouped(self._ops, attend_compressed(self._ops, attend))
 
     def choose(self, of: Indexed, kv: LayerKV, layout: StepLayout) -> Choice:
         """Write the keys of a layer's indexer into the cache, and return which keys each token

@@ -16,7 +16,7 @@ not depend on the rest of the step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from kvik.attention.indexed import largest
 from kvik.attention.layout import StepLayout
 from kvik.frozen import frozen
 from kvik.kernels.ops import Ops
+from kvik.kernels.weights import Matrix
 from kvik.spec.kv import ENTRY_TOKENS, CompressedSpec
 
 
@@ -87,6 +88,20 @@ class AttendCompressed:
     window: int  # most keys of single tokens that a query sees
     scale: float
     sinks: Tensor  # [heads] fp32, as in `AttentionSpec`
+    # For `Ops.linear_each`, maps the results of a group of heads to [group_rank].
+    down: Matrix
+    local_heads: bool  # as in `AttentionSpec`, of the groups
+
+    def of_groups(self, first: int, end: int) -> AttendCompressed:
+        """Return attention of some groups of heads; the caches are those of all."""
+        size = self.q.shape[1] // self.spec.groups
+        heads = slice(first * size, end * size)
+        return replace(self, q=self.q[:, heads], sinks=self.sinks[heads])
+
+    def grouped(self, ops: Ops, attended: Tensor) -> Tensor:
+        """Map results [tokens, heads, dim] to those of groups, [tokens, groups, group_rank]."""
+        results = attended.flatten(1).unflatten(1, (-1, self.down.spec.inputs))
+        return ops.linear_each(results, self.down, self.spec.group_rank)
 
 
 def attend_compressed(ops: Ops, of: AttendCompressed) -> Tensor:

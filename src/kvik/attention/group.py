@@ -20,6 +20,7 @@ from kvik.attention.base import (
     AttentionSpec,
     LayerKV,
 )
+from kvik.attention.compressed import AttendCompressed
 from kvik.attention.indexed import Choice, Indexed
 from kvik.attention.layout import StepLayout
 from kvik.kernels.ops import Ops
@@ -129,11 +130,17 @@ class SharedHeads(DividedHeads):
             self._backend.run_latent(part), shares, apart=attend.spec.local_heads
         )
 
+    def run_compressed(self, attend: AttendCompressed) -> Tensor:
+        groups, size = attend.spec.groups, self._group.size
+        shares = [share_of(groups, rank, size) for rank in range(size)]
+        part_out = self._backend.run_compressed(attend.of_groups(*shares[self._group.rank]))
+        return self._all_heads(part_out, shares, apart=attend.local_heads)
+
     def _all_heads(self, part_out: Tensor, shares: list[tuple[int, int]], *, apart: bool) -> Tensor:
         """Return the results of all heads, [tokens, heads, dim].
 
         Args:
-            part_out: [tokens, heads of this process, dim].
+            part_out: [tokens, heads of this process, dim]; or groups of heads.
             shares: the first head of each process, and the one after its last.
             apart: their consumer is divided in the same way, so in the fast cut those of other
                 processes are left unset.

@@ -101,8 +101,6 @@ def _check_compressed(config: EngineConfig, model: ModelSpec, dtype: str) -> Non
     for wrong, field, allowed in (
         (config.kv_cache_dtype not in stored, "kv_cache_dtype", f"{' or '.join(stored)}"),
         (config.block_size % ENTRY_TOKENS, "block_size", f"a multiple of {ENTRY_TOKENS}"),
-        (config.tensor_parallel_size > 1, "tensor_parallel_size", "1"),
-        (config.pipeline_parallel_size > 1, "pipeline_parallel_size", "1"),
         (trees, "spec_method", "one without trees"),
     ):
         if wrong:

@@ -52,11 +52,10 @@ def check_group(
         _check_torch(config, spec, compute, hardware)
     elif config.tensor_parallel_cut == "fast":
         raise ConfigError(CUT, "must be exact with the native kernels, which keep every bit")
-    heads, threads = spec.num_heads, config.threads or hardware.threads
+    heads, threads = spec.divisible_heads, config.threads or hardware.threads
     if ranks > heads:
-        raise ConfigError(
-            OPTION, f"must be at most {heads}, the number of its query heads, not {ranks}"
-        )
+        parts = "query heads" if heads == spec.num_heads else "groups of query heads"
+        raise ConfigError(OPTION, f"must be at most {heads}, the number of its {parts}, not {ranks}")
     if ranks * stages > threads and compute.gpu is None:
         limit = threads // ranks if stages > 1 else threads
         requested = stages if stages > 1 else ranks
@@ -152,28 +151,17 @@ def stage_ends(
     specs = spec.kv_specs(DTYPE_BYTES[compute.dtype])
     stored_specs = stored_as(specs, config.kv_cache_dtype, config.kv_cache_dtype_skip_layers)
     cached = [length * kv.bytes_per_token if kv else 0 for kv in stored_specs]
-    last += sum(cached[spec.num_layers :])  # of a head after the layers
-    costs = [size + kept for size, kept in zip(weights, cached, strict=False)]
-    readers = enumerate(layer.kv_from for layer in spec.layers)
-    joined = [(reader, read) for reader, read in readers if read is not None]
-    joined += sharing_layers(spec)
+    heads = cached[spec.num_layers : len(spec.cached_layers)]
+    costs = [
+        size + cached[layer] + sum(cached[number] for number in spec.entries_of(layer))
+        for layer, size in enumerate(weights)
+    ]
     end = spec.num_layers - 1
-    joined += [(end, layer) for layer in source.read_layers if layer < end]
+    joined = spec.joined_layers + [(end, layer) for layer in source.read_layers if layer < end]
     try:
-        return tuple(run.stop for run in stages_of(costs, first, last, stages, joined))
+        return tuple(run.stop for run in stages_of(costs, first, last + sum(heads), stages, joined))
     except ValueError as error:
         raise ConfigError(STAGES, f"cannot be {stages}: {error}") from None
-
-
-def sharing_layers(spec: ModelSpec) -> list[tuple[int, int]]:
-    """Return the layers that read the keys which an earlier one chose, each with that layer."""
-    chooses, pairs = 0, []
-    for number, layer in enumerate(spec.layers):
-        if layer.index is not None and layer.index.shared:
-            pairs.append((number, chooses))
-        elif layer.index is not None:
-            chooses = number
-    return pairs
 
 
 def stage_weights(

@@ -55,7 +55,8 @@ class V4Attention:
         self.heads, self.joined = heads, builder.joined()
         self.q_down = linear("wq_a", hidden, of.q_rank, role="q_down")
         self.q_down_norm = builder.rms_norm("q_norm", of.q_rank, eps)
-        self.q = linear("wq_b", of.q_rank, heads * dim, role="q_up")
+        parts = (heads // of.groups * dim,)  # heads are divided among processes by their groups
+        self.q = linear("wq_b", of.q_rank, heads * dim, role="q_up", parts=parts)
         self.q_norm = builder.plain_norm(dim, eps)
         self.kv = linear("wkv", hidden, dim, role="kv_down")
         self.kv_norm = builder.rms_norm(builder.one_of("kv_norm", "norm"), dim, eps)
@@ -76,11 +77,10 @@ class V4Attention:
             linear = partial(inside.linear, bias=False)
             self.index_q = linear("wq_b", of.q_rank, count * of.index.dim, role="q_up")
             self.index_weights = linear("weights_proj", hidden, count, role="gates")
+        numbers = layer, *spec.entries_of(layer)
         self.attend = builder.compressed_attention(
-            (layer, *spec.entries_of(layer)), heads, dim, of, window.keys, rope, names, norms
+            numbers, heads, dim, of, window.keys, rope, names, norms, "wo_a"
         )
-        inputs = heads * dim // of.groups
-        self.narrow = builder.of_groups("wo_a", of.groups, inputs, of.group_rank)
         self.o = builder.linear("wo_b", of.groups * of.group_rank, hidden, bias=False, role="o")
 
     def __call__(
@@ -97,7 +97,7 @@ class V4Attention:
         if self.index_q is not None and self.index_weights is not None:
             indexed = self.index_q(low, ctx), self.index_weights(x, ctx)
         attended = self.attend(q, self.kv_norm(self.kv(x, ctx)), inputs, indexed, rotation, ctx)
-        return self.o(self.narrow(attended), ctx, residual)
+        return self.o(attended, ctx, residual)
 
 
 def v4_feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward:

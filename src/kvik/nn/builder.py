@@ -987,14 +987,17 @@ class Builder(LayerBuilder):
         rope: RopeSpec,
         biases: Sequence[str],
         norms: Sequence[RMSNorm],
+        down: str,
         sink_name: str = "attn_sink",
     ) -> CompressedAttention:
-        """Return attention over a window and over entries.
+        """Return attention over a window and over entries, with a product for each group of heads.
 
         Args:
             layers: its own number, and those of its entries and of their keys.
             window: most keys of single tokens that a query sees.
             biases, norms: of the gates and of the results, for entries and their keys.
+            down: name of the layer of matrices of groups of heads. They become floats, whatever the
+                checkpoint stores.
             sink_name: of the heads' learned sinks.
         """
         tensor, rotation_at = partial(self._tensor, kind="bias"), self._ropes[rope, spec.rope].at
@@ -1005,17 +1008,15 @@ class Builder(LayerBuilder):
         )
         places = tuple((self._position_of[number], self._group_of[number]) for number in layers)
         sinks = tensor(self._name(sink_name), (heads,))
-        of = spec, makers, window, head_dim**-0.5, sinks
-        return CompressedAttention(self.backend, places, *of)
-
-    def of_groups(self, name: str, groups: int, inputs: int, outputs: int) -> Scale:
-        """Return a layer that multiplies equal parts of x by a matrix each: x [tokens, groups *
-        inputs] -> [tokens, groups * outputs]. They become floats, whatever the checkpoint
-        stores."""
-        matrix, ops = self._of_heads(self._name(name), groups, inputs, outputs), self.ops
+        sizes = spec.groups, heads * head_dim // spec.groups, spec.group_rank
+        matrix = self._of_heads(self._name(down), *sizes)
         if not self.storage.names:
-            self._declare_heads(name, matrix, groups, inputs, outputs)
-        return lambda x: ops.linear_each(x.unflatten(1, (groups, -1)), matrix, outputs).flatten(1)
+            self._declare_heads(down, matrix, *sizes)
+        local_heads = self.adapters is None
+        if local_heads:
+            self.declared.heads[self._scope] = Between(spec.groups, spec.group_rank, spec.groups)
+        of = spec, makers, window, head_dim**-0.5, sinks, matrix, local_heads
+        return CompressedAttention(self.backend, places, *of)
 
     def _of_heads(self, layer: str, heads: int, inputs: int, outputs: int) -> Matrix:
         """Return memory for a matrix of each head, or group of heads."""

@@ -195,6 +195,8 @@ class CompressedAttention:
     window: int
     scale: float
     sinks: Tensor
+    down: Matrix
+    local_heads: bool
 
     def __call__(
         self,
@@ -208,7 +210,8 @@ class CompressedAttention:
         """See `CompressedAttentionLayer`."""
         caches = tuple(ctx.kv[position].k for position, _ in self.places)
         layouts = tuple(ctx.metadata[group].layout for _, group in self.places)
-        of = self.spec, self.makers, caches, layouts, self.window, self.scale, self.sinks
+        facts = self.window, self.scale, self.sinks, self.down, self.local_heads
+        of = self.spec, self.makers, caches, layouts, *facts
         attend = AttendCompressed(q, k, inputs, indexed, rotation, *of)
         return self.backend.run_compressed(attend).flatten(1)
 

@@ -431,7 +431,9 @@ def _layers(spec: ModelSpec) -> list[LayerShape]:
             STATE_BYTES * state.size if state else 0,
             state.flops if state else 0,
             layer.kv_from,
-            tuple(filter(None, map(caches.__getitem__, spec.entries_of(number)))),
+            tuple(
+                replace(of, entries_of=None) for n in spec.entries_of(number) if (of := caches[n])
+            ),
         )
         layers.append(shapes.setdefault(shape, shape))
     return layers

@@ -40,8 +40,10 @@ def check_parallel(shape: ModelShape, tp: int, pp: int, *, exact: bool = False) 
     for name, value, limit in (("tp", tp, limits[0]), ("pp", pp, limits[1])):
         if not 1 <= value <= limit:
             raise ConfigError(name, f"must be an integer in [1, {limit}], not {value}")
-    if tp > shape.num_heads:
-        raise ConfigError("tp", f"must be at most the {shape.num_heads} query heads, not {tp}")
+    heads = shape.num_heads if shape.spec is None else shape.spec.divisible_heads
+    if tp > heads:
+        parts = "query heads" if heads == shape.num_heads else "groups of query heads"
+        raise ConfigError("tp", f"must be at most the {heads} {parts}, not {tp}")
     if pp > shape.num_layers:
         raise ConfigError("pp", f"must be at most the {shape.num_layers} layers, not {pp}")
     if pp > 1 and (joined := _joined(shape)):
@@ -199,7 +201,9 @@ def _ends(shape: ModelShape) -> tuple[list[MatrixGroup], list[MatrixGroup]]:
 
 
 def _joined(shape: ModelShape) -> list[tuple[int, int]]:
-    """Return (reader, source) for each layer that reads another layer's cache."""
+    """Return the pairs of layers that must be in one stage, the later one first."""
+    if shape.spec is not None:
+        return shape.spec.joined_layers
     layers = enumerate(layer.kv_from for layer in shape.layers)
     return [(reader, source) for reader, source in layers if source is not None]
 

@@ -412,7 +412,7 @@ class CompressedAttentionLayer(Protocol):
         ctx: ForwardContext,
     ) -> Tensor:
         """q [tokens, heads, head_dim], k [tokens, head_dim], rotation [tokens, rope] -> [tokens,
-        heads * head_dim].
+        groups * group_rank].
 
         Args:
             inputs: [tokens, channels], of which entries are made; None: there are none.
@@ -961,16 +961,15 @@ class LayerBuilder:
         rope: RopeSpec,
         biases: Sequence[str],
         norms: Sequence[Any],
+        down: str,
         sink_name: str = "attn_sink",
     ) -> CompressedAttentionLayer:
         self._other(sink_name, heads)
         for name, width in zip(biases, spec.dims(head_dim), strict=True):
             shape = spec.every, (1 + spec.overlap) * width
             self._other(name, prod(shape), shape)
-        return _LISTED
-
-    def of_groups(self, name: str, groups: int, inputs: int, outputs: int) -> Scale:
-        self.linear(name, inputs, groups * outputs, bias=False, role="o_down")
+        inputs, outputs = heads * head_dim // spec.groups, spec.groups * spec.group_rank
+        self.linear(down, inputs, outputs, bias=False, role="o_down")
         return _LISTED
 
     def scaled_sum(self, factor: float) -> Sum:

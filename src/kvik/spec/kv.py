@@ -233,6 +233,7 @@ class KVCacheSpec:
     index: IndexSpec | None = None
     index_bytes: int = 0  # of the indexer's key, in the model's dtype
     read_width: int = 0  # numbers of a token that a query reads at most, of `head_dim`; 0: all
+    entries_of: int | None = None  # the layer whose entries it has, or their keys; None: tokens
 
     @property
     def read_bytes(self) -> int:

@@ -294,6 +294,29 @@ class ModelFacts:
         """Whether layers have entries that sum up tokens, or one vector as key and value."""
         return any(layer.compressed for layer in self.layers)
 
+    @property
+    def divisible_heads(self) -> int:
+        """Into how many parts query heads can be divided; of compressed attention by groups."""
+        groups = [layer.compressed.groups for layer in self.layers if layer.compressed]
+        return min(groups, default=self.num_heads)
+
+    @property
+    def joined_layers(self) -> list[tuple[int, int]]:
+        """For each layer that must be in one stage of a pipeline with an earlier one, both numbers:
+        it reads the keys and values of that, or the keys that its indexer chose, or the token,
+        which only the first stage knows."""
+        pairs, chooses = [], 0
+        for number, layer in enumerate(self.layers):
+            if layer.kv_from is not None:
+                pairs.append((number, layer.kv_from))
+            if layer.index is not None and layer.index.shared:
+                pairs.append((number, chooses))
+            elif layer.index is not None:
+                chooses = number
+            if number and layer.experts is not None and layer.experts.router.by_token:
+                pairs.append((number, 0))
+        return pairs
+
     def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec | None]:
         """Return what each layer stores per token, at `dtype_bytes` for each number; None: it has
         no attention, or reads another layer's keys and values. If no layer has attention, the first
@@ -311,10 +334,12 @@ class ModelFacts:
             self._kv_spec(layer, dtype_bytes, 1 + readers[index])
             for index, layer in enumerate(self.cached_layers)
         ]
-        for of in (layer.compressed for layer in self.layers if layer.compressed):
-            for number, dim in enumerate(of.dims(self.head_dim)):
+        for layer, of in enumerate(layer.compressed for layer in self.layers):
+            for number, dim in enumerate(of.dims(self.head_dim) if of else ()):
+                assert of is not None
                 width, read = dim // ENTRY_TOKENS, max(1, dim // of.every)
-                spec = KVCacheSpec(1, width, width * dtype_bytes, latent=True, read_width=read)
+                size = width * dtype_bytes
+                spec = KVCacheSpec(1, width, size, latent=True, read_width=read, entries_of=layer)
                 if of.index is not None and not number:
                     spec = replace(spec, index=replace(of.index, top=of.index.top * of.every))
                 specs.append(spec)

@@ -121,7 +121,11 @@ def stage_groups(groups: Sequence[KVGroup], stage: PipelineStage) -> tuple[KVGro
     cut = []
     for group in groups:
         pairs = zip(group.specs, group.layers, strict=True)
-        kept = [(spec, layer) for spec, layer in pairs if stage.layers.start <= layer < end]
+        kept = [
+            (spec, number)
+            for spec, number in pairs
+            if stage.layers.start <= (number if spec.entries_of is None else spec.entries_of) < end
+        ]
         specs, layers = tuple(spec for spec, _ in kept), tuple(layer for _, layer in kept)
         cut.append(replace(group, specs=specs, layers=layers))
     return tuple(cut)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -222,6 +222,8 @@ class EngineNetwork:
             hidden = model.forward(input_ids, ctx)
         else:
             x = entered[0] if entered else model.enter(input_ids, ctx)
+            if not entered and (inputs := model.token_inputs(input_ids, x, ctx)) is not None:
+                ctx = replace(ctx, token_inputs=inputs)
             x = model.blocks(x, ctx, slice(stage.layers.start, stage.layers.stop))
             if not stage.last:
                 return StepOutput(x, x[:0], x[:0], x[:0], tuple(taps.kept) if taps else ())
