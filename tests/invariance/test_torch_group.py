@@ -35,7 +35,7 @@ from helpers.predicting import save_predicting
 from helpers.stored_models import CONFIGS as STORED
 from helpers.stored_models import SIZES, save_quantised
 from helpers.thread_ranks import use_threads
-from helpers.tiny_models import save_tiny, tokens
+from helpers.tiny_models import COMPRESSED, save_tiny, tokens
 
 from kvik import LLM, SamplingParams
 from kvik.config.model_source import BUNDLED
@@ -251,6 +251,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "Qwen3Moe": {**CALIBRATED["Qwen3Moe"], **HEADS, "moe_intermediate_size": 80},
     "GptOss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     "GPT2": {"n_embd": 64},
+    "DeepseekV4": {**COMPRESSED, "o_groups": 4},
 }
 
 
