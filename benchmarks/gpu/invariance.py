@@ -41,7 +41,7 @@ except ModuleNotFoundError as error:  # of the packages of the engine's frontend
 from kvik.config.config import RunnerConfig
 from kvik.config.model_source import BUNDLED
 from kvik.nn import loader
-from kvik.nn.builder import DeclaredTensor
+from kvik.nn.parameters import DeclaredTensor
 from kvik.worker.step_inputs import AtOnce
 
 FORMATS = sized(("fp8", "int8", "int4"), ("int8",))  # of the KV cache

@@ -10,7 +10,7 @@ from helpers.paged_model import PagedModel
 from helpers.tiny_models import tiny_model
 
 from kvik.models.model_spec import ModelSpec
-from kvik.nn.builder import DeclaredTensor
+from kvik.nn.parameters import DeclaredTensor
 
 FAMILIES = {
     "Llama": {"attention_bias": True, "mlp_bias": True},

@@ -55,7 +55,8 @@ def check_group(
     heads, threads = spec.divisible_heads, config.threads or hardware.threads
     if ranks > heads:
         parts = "query heads" if heads == spec.num_heads else "groups of query heads"
-        raise ConfigError(OPTION, f"must be at most {heads}, the number of its {parts}, not {ranks}")
+        reason = f"must be at most {heads}, the number of its {parts}, not {ranks}"
+        raise ConfigError(OPTION, reason)
     if ranks * stages > threads and compute.gpu is None:
         limit = threads // ranks if stages > 1 else threads
         requested = stages if stages > 1 else ranks

@@ -1,5 +1,5 @@
 """Builds a model's layers: a model declares each layer by its checkpoint name, and gets the layer
-with weights to be loaded later.
+with weights to be loaded later (nn/parameters.py).
 
 So models have no loading code and do not know how their weights are stored.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from statistics import NormalDist
@@ -23,9 +23,8 @@ from kvik.attention.compressed import EntryMaker
 from kvik.errors import ModelError, shown
 from kvik.kernels.ops import Gate, Ops, StateHeads
 from kvik.kernels.weights import PAIRED, Activation, Matrix, MatrixSpec, float_kind, float_weight
-from kvik.nn.checkpoint import IN_RUNS, Checkpoint, Selection, layer_of
-from kvik.nn.formats.base import LinearShape, WeightFormat
-from kvik.nn.formats.registry import choose_format, has_scheme
+from kvik.nn.checkpoint import Checkpoint, layer_of
+from kvik.nn.formats.base import LinearShape
 from kvik.nn.layers import (
     MLP,
     AdaptedExperts,
@@ -47,16 +46,24 @@ from kvik.nn.layers import (
     Xielu,
 )
 from kvik.nn.lora import AdapterSlots
+from kvik.nn.parameters import (
+    BIAS,
+    KV_SCALES,
+    LayerNames,
+    Parameters,
+    fill_moved,
+    fill_rows,
+    fill_scaled,
+)
 from kvik.nn.parts import (
     FreshStorage,
     HeadRows,
-    LayerFiller,
     Quantizer,
-    Rows,
     Storage,
-    Target,
-    head_rows,
-    rows_to_read,
+    gate_then_up,
+    head_places,
+    in_parts,
+    with_gates,
 )
 from kvik.nn.rope import Rope
 from kvik.spec.declare import (
@@ -92,12 +99,10 @@ from kvik.spec.layers import LatentSpec, QueryScale
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.rope import RopeSpec
 from kvik.spec.shares import TILE, Between, PipelineStage
-from kvik.spec.stored_weights import StoredQuantization, StoredScheme, stored_alike
+from kvik.spec.stored_weights import StoredQuantization, stored_alike
 from kvik.spec.weights import matrix_kind
 
-WEIGHT, BIAS = "weight", "bias"
-# Of a router; some checkpoints store them with its matrix.
-OF_ROUTERS = ("e_score_correction_bias", "expert_bias", "tid2eid")
+WEIGHT = "weight"
 # Activations of MLPs without a gate, by their names in config.json.
 MLP_ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
@@ -108,42 +113,6 @@ MLP_ACTIVATIONS: Mapping[str, Activation] = {
     "relu2": "relu_squared",
 }
 GATES: Mapping[str, Gate] = {gate: gate for gate in get_args(Gate)}
-# Calibrated scales of a quantised KV cache, stored with the projections. Ignored: the engine
-# computes its own scales.
-KV_SCALES = ("q_scale", "k_scale", "v_scale", "kv_scale")
-
-
-@dataclass(frozen=True, slots=True)
-class DeclaredTensor:
-    """A tensor the checkpoint must hold."""
-
-    # name, shape: in the checkpoint.
-    name: str
-    shape: tuple[int, ...]
-    # dtype, because: as in `StoredTensor`.
-    dtype: torch.dtype
-    kind: str  # "matrix", "gain", "bias" or "ids": how random weights initialise it
-    selection: Selection  # the part to read
-    # Takes the index of the first row and the values from there, or all selected values at once;
-    # keeps no reference.
-    fill: Callable[[int, Tensor], None]
-    because: str = ""
-    transposed: bool = False  # a matrix of [inputs, outputs]
-
-
-@dataclass(slots=True)
-class Declarations:
-    """Everything a model declared, in order, and the device of its weights."""
-
-    device: torch.device
-    tensors: list[DeclaredTensor] = field(default_factory=list)
-    ignored: set[str] = field(default_factory=set)
-    skipped: set[str] = field(default_factory=set)  # prefixes of names that are not used here
-    elsewhere: set[str] = field(default_factory=set)  # prefixes of names that other stages read
-    embedding: str = ""  # name of the embedding, if it is also the head
-    unread_head: str = ""  # name of a head, which some checkpoints contain all the same
-    # scope -> the heads of its attention, which may be divided among processes
-    heads: dict[str, Between] = field(default_factory=dict)
 
 
 class Builder(LayerBuilder):
@@ -183,12 +152,21 @@ class Builder(LayerBuilder):
         self.device = device
         self.max_model_len = max_model_len
         self.checkpoint = checkpoint
-        self.stored_quantization = stored_quantization
         self.quantization = quantization
         self.storage = storage or FreshStorage(ops)
         self.adapters = adapters
         self._stage = stage
-        self.declared = Declarations(device)
+        self._parameters = Parameters(
+            ops,
+            dtype=dtype,
+            device=device,
+            checkpoint=checkpoint,
+            stored_quantization=stored_quantization,
+            quantization=quantization,
+            storage=self.storage,
+            adapters=adapters,
+        )
+        self.declared = self._parameters.declared
         self._groups = groups
         self._ropes: dict[tuple[RopeSpec, int], Rope] = {}
         self._group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
@@ -199,11 +177,6 @@ class Builder(LayerBuilder):
         self._states: dict[int, int] = {}  # layer that keeps a state -> its number among these
         # What layers with a budget compute, by their number.
         self.budgeted: dict[int, AttentionSpec] = {}
-        self._stored: dict[str, dict[str, tuple[int, ...]]] = {}  # layer -> its tensors' shapes
-        for name, entry in checkpoint.entries.items() if checkpoint else ():
-            layer, last = layer_of(name)
-            self._stored.setdefault(layer, {})[last] = entry.shape
-        self._stored |= {name: {} for name in self.storage.names}
 
     def at(self, name: str | int, *aliases: str) -> LayerBuilder:
         """Return the builder of a narrower scope; layers of other stages are skipped.
@@ -221,11 +194,11 @@ class Builder(LayerBuilder):
         inner = copy(self)
         inner._scope = self._name(usual_scope(str(name), *aliases))
         for scope in map(self._name, (str(name), *aliases)):
-            if self._stored and any(layer.startswith(f"{scope}.") for layer in self._stored):
+            if any(layer.startswith(f"{scope}.") for layer in self._parameters.stored):
                 inner._scope = scope
                 break
         else:
-            if self._stored and "" in aliases:
+            if self._parameters.stored and "" in aliases:
                 return self
         return inner
 
@@ -235,8 +208,8 @@ class Builder(LayerBuilder):
         def stored(name: str) -> bool:
             full = self._name(name)
             layer, tensor = layer_of(full)
-            is_layer = bool({full, f"{full}.weight"} & self._stored.keys())
-            return is_layer or tensor in self._stored.get(layer, {})
+            is_layer = bool({full, f"{full}.weight"} & self._parameters.stored.keys())
+            return is_layer or tensor in self._parameters.stored.get(layer, {})
 
         return next(filter(stored, names), names[0])
 
@@ -285,8 +258,8 @@ class Builder(LayerBuilder):
             heads = sum(outputs) // sum(parts)
             projections = tuple((True, width) for width in parts)
             between = Between(heads, sum(parts), heads, projections)
-        return self._linear(
-            names,
+        return self._parameters.linear(
+            self._names(*names),
             shapes,
             bias=bias,
             activation=activation,
@@ -338,14 +311,14 @@ class Builder(LayerBuilder):
             between = Between(heads[0], dims[-1], heads[1])
             self.declared.heads[self._scope] = between
         head_counts: list[tuple[int, ...]] = [(count,) for count in heads]  # of each layer
-        places = _places(rope, sum(heads[:2]), head_dim)
+        places = head_places(rope, sum(heads[:2]), head_dim)
         if gated:
             head_counts[0] = (heads[0], heads[0])
-            places = _with_gates(places, heads[0], heads[1], head_dim)
+            places = with_gates(places, heads[0], heads[1], head_dim)
         if by_head:
-            places = _in_parts(places, heads, head_dim, heads[-1])
+            places = in_parts(places, heads, head_dim, heads[-1])
         elif shards:
-            places = _in_parts(places, heads, head_dim, shards, (0, 2, 1))
+            places = in_parts(places, heads, head_dim, shards, (0, 2, 1))
         if len(names) == 1:
             total = sum(heads) * head_dim
             if between is not None:
@@ -353,7 +326,9 @@ class Builder(LayerBuilder):
                     between, projections=tuple((i == 0, head_dim) for i in range(len(heads)))
                 )
             shape = LinearShape(inputs, total)
-            linear = self._linear(names, [shape], bias=bias, places=places, between=between)
+            linear = self._parameters.linear(
+                self._names(*names), [shape], bias=bias, places=places, between=between
+            )
             return Heads([linear], [tuple((count, head_dim) for count in heads)], clip)
         linears, parts, first = [], [], 0
         for size in self._matrix_sizes(names):
@@ -369,7 +344,9 @@ class Builder(LayerBuilder):
                 between = replace(between, projections=tuple(projections))
             shapes = [LinearShape(inputs, width) for width in widths]
             linears.append(
-                self._linear(names[members], shapes, bias=bias, places=places, between=between)
+                self._parameters.linear(
+                    self._names(*names[members]), shapes, bias=bias, places=places, between=between
+                )
             )
             parts.append(tuple(chain(*sizes)))
             first += size
@@ -458,10 +435,10 @@ class Builder(LayerBuilder):
         rows = 2 * inner if activation in PAIRED else inner
         transposed |= mixed
         shapes = [LinearShape(hidden, rows // len(names), transposed)] * len(names)
-        places = _gate_then_up(rows) if mixed else None
+        places = gate_then_up(rows) if mixed else None
         between = self._channels(inner, down) if divisible else None
-        up = self._linear(
-            names,
+        up = self._parameters.linear(
+            self._names(*names),
             shapes,
             bias=bias,
             activation=activation if fused else None,
@@ -471,14 +448,20 @@ class Builder(LayerBuilder):
         )
         read = None if between is None else replace(between, read=True)
         last = LinearShape(inner, hidden, transposed)
-        return MLP(up, self._linear((down,), [last], bias=bias, expert=expert, between=read))
+        return MLP(
+            up,
+            self._parameters.linear(
+                self._names(down), [last], bias=bias, expert=expert, between=read
+            ),
+        )
 
     def _channels(self, inner: int, down: str) -> Between | None:
         """Return the channels between an MLP's matrices, to be divided only between groups of
         inputs of `down`; None: there are adapters in between."""
         if self.adapters is not None:
             return None
-        kind = matrix_kind(self.quantization, inner, [self._scheme(down)], head=False)
+        stored = self._parameters.scheme(self._name(down))
+        kind = matrix_kind(self.quantization, inner, [stored], head=False)
         return Between(inner, math.lcm(TILE, kind.group if kind and kind.group else 1))
 
     def mlp(
@@ -507,7 +490,7 @@ class Builder(LayerBuilder):
         xielu = Xielu(self.ops, factors)
         for place, name in enumerate(XIELU_NAMES):
             fill = partial(xielu.fill, place)
-            self._declare(self._name(name), factors[place : place + 1], "bias", fill)
+            self._parameters.declare(self._name(name), factors[place : place + 1], "bias", fill)
         self.ignore(f"{scope}.beta", f"{scope}.eps")  # constants of the activation
         if self.storage.names:
             xielu.on_host()
@@ -536,17 +519,19 @@ class Builder(LayerBuilder):
         """
         rule, inner = spec.router, spec.inner
         shape = LinearShape(hidden, rule.experts)
-        router = self._linear((names.router,), [shape], bias=bias, exact=True, wide=True)
+        router = self._parameters.linear(
+            self._names(names.router), [shape], bias=bias, exact=True, wide=True
+        )
         correction, scales, table = None, None, None
         if rule.by_token:
             table = self._experts_of_tokens(self._name(names.table), vocab, rule)
         if rule.scaled:
-            scales = self._tensor(self._name(names.scales), (rule.experts,), "gain")
+            scales = self._parameters.tensor(self._name(names.scales), (rule.experts,), "gain")
         if rule.corrected:
             full, sizes = self._name(names.correction), (rule.experts,)
             correction = self.storage.tensor(full, sizes, torch.float32, self.device)
             stored = correction[None] if names.correction_row else correction
-            self._declare(full, stored, "bias")
+            self._parameters.declare(full, stored, "bias")
         up, down = [], []
         first = [self._name(name.format(0)) for name in (*names.gate_up, names.down)]
         unfused = self.adapters is not None and any(
@@ -575,7 +560,9 @@ class Builder(LayerBuilder):
         shared, gate = None, None
         if spec.gated:
             column = LinearShape(hidden, 1)
-            gate = self._linear((names.shared_gate,), [column], bias=False, exact=True)
+            gate = self._parameters.linear(
+                self._names(names.shared_gate), [column], bias=False, exact=True
+            )
         if spec.shared:
             scope = self._at(names.shared)
             of_all = names.shared_gate_up, names.shared_down, hidden, spec.shared, bias
@@ -598,9 +585,9 @@ class Builder(LayerBuilder):
             if not bool(inside.all()) or bool((ordered[:, 1:] == ordered[:, :-1]).any()):
                 reason = f"different numbers below {rule.experts} in each row"
                 raise ModelError("model", f"tensor {shown(full)} must have {reason}")
-            _fill_in(table, first, values)
+            fill_rows(table, first, values)
 
-        self._declare(full, table, "ids", fill)
+        self._parameters.declare(full, table, "ids", fill)
         return table
 
     def _adapted(
@@ -618,7 +605,7 @@ class Builder(LayerBuilder):
             spec, first = matrix.spec, matrix is up[0]
             each = [[self._name(layer.format(e)) for layer in layers] for e in range(rule.experts)]
             shapes = [LinearShape(spec.inputs, spec.rows // len(layers))] * len(layers)
-            places = _gate_then_up(spec.rows) if names.mixed and first else None
+            places = gate_then_up(spec.rows) if names.mixed and first else None
             pairs = self.adapters.of_experts(each, shapes, places)
             made.append((self._identity(spec.rows if first else spec.inputs), pairs))
         (after, up_pairs), (before, down_pairs) = made
@@ -665,14 +652,14 @@ class Builder(LayerBuilder):
         sums = table.view(count, skipped + rows, hidden)
         if not self.storage.names:
             sums.zero_()
-            self._declare(full, sums[0], "matrix", partial(_add_positions, sums))
+            self._parameters.declare(full, sums[0], "matrix", partial(_add_positions, sums))
             other = self._name(f"{kinds}.weight")
-            self._declare(other, sums[:, 0], "matrix", partial(_add_types, sums))
+            self._parameters.declare(other, sums[:, 0], "matrix", partial(_add_types, sums))
         return Embedding(self.ops, table[skipped:])
 
     def _table(self, name: str, rows: int, hidden: int, skipped: int = 0) -> Embedding:
         full = self._name(f"{name}.weight")
-        table = self._tensor(full, (skipped + rows, hidden), "matrix", self.dtype)
+        table = self._parameters.tensor(full, (skipped + rows, hidden), "matrix", self.dtype)
         return Embedding(self.ops, table[skipped:])
 
     def token_embedding(
@@ -700,7 +687,8 @@ class Builder(LayerBuilder):
             self.declared.embedding = self._name(f"{name}.weight")
         scale = float(torch.tensor(scale, dtype=self.dtype))
         stored_as_matrix = self._name(name) in self.storage.names
-        if not tied and self._embedding_scheme(name) is None and not stored_as_matrix:
+        scheme = self._parameters.embedding_scheme(self._name(name))
+        if not tied and scheme is None and not stored_as_matrix:
             plain = self._table(name, vocab, hidden)
             return Embedding(self.ops, plain.table, scale)
         return self._embedding_matrix(name, LinearShape(hidden, vocab), tied, scale, tied and bias)
@@ -724,16 +712,11 @@ class Builder(LayerBuilder):
     def _embedding_matrix(
         self, name: str, shape: LinearShape, tied: bool, scale: float, bias: bool = False
     ) -> MatrixEmbedding:
-        scheme = self._embedding_scheme(name)
-        linear = self._linear(
-            (name,), [shape], stored=[scheme], bias=bias, head=True, declared_bias=False
+        scheme = self._parameters.embedding_scheme(self._name(name))
+        linear = self._parameters.linear(
+            self._names(name), [shape], stored=[scheme], bias=bias, head=True, declared_bias=False
         )
         return MatrixEmbedding(self.ops, linear.matrix, self.dtype, tied, scale)
-
-    def _embedding_scheme(self, name: str) -> StoredScheme | None:
-        if self.checkpoint is None or self.stored_quantization is None:
-            return None
-        return self.stored_quantization.embedding_scheme(self._name(name))
 
     def lm_head(
         self, name: str, embedding: Any, *, bias: bool = False, softcap: float | None = None
@@ -752,10 +735,13 @@ class Builder(LayerBuilder):
             self.declared.unread_head = self._name(f"{name}.weight")
             head = Linear(self.ops, embedding.matrix)
             if embedding.matrix.bias is not None:
-                self._declare(self._name(f"{name}.{BIAS}"), embedding.matrix.bias, "bias")
+                full = self._name(f"{name}.{BIAS}")
+                self._parameters.declare(full, embedding.matrix.bias, "bias")
         else:
             vocab, hidden = embedding.shape
-            head = self._linear((name,), [LinearShape(hidden, vocab)], bias=bias, head=True)
+            head = self._parameters.linear(
+                self._names(name), [LinearShape(hidden, vocab)], bias=bias, head=True
+            )
         if softcap is None:
             return head
         cap, ops = softcap, self.ops
@@ -794,9 +780,9 @@ class Builder(LayerBuilder):
             groups: number of equal parts of `dim` that are normalised separately; x is [tokens,
                 groups, dim / groups], or [tokens, dim] if there is one.
         """
-        places = _places(rope, heads, dim // heads)
+        places = head_places(rope, heads, dim // heads)
         full = self._name(f"{name}.{tensor}")
-        gain = self._gain(full, dim, scale, offset, places, exact=True)
+        gain = self._parameters.gain(full, dim, scale, offset, places, exact=True)
         return RMSNorm(self.ops, gain if groups == 1 else gain.view(groups, -1), eps)
 
     def plain_norm(self, dim: int, eps: float, *, centred: bool = False) -> RMSNorm | LayerNorm:
@@ -826,12 +812,12 @@ class Builder(LayerBuilder):
             rope: rotation of the normalised heads; see `heads` of the builder.
             order: of the channels, as in `linear`.
         """
-        places = torch.tensor(order).argsort() if order else _places(rope, 1, dim)
-        weight = self._gain(self._name(f"{name}.weight"), dim, scale, offset, places)
+        places = torch.tensor(order).argsort() if order else head_places(rope, 1, dim)
+        weight = self._parameters.gain(self._name(f"{name}.weight"), dim, scale, offset, places)
         shift = self._empty(f"{name}.bias", dim)
         if bias:
-            moved = None if places is None else partial(_fill_moved, shift, places)
-            self._declare(self._name(f"{name}.bias"), shift, "bias", moved)
+            moved = None if places is None else partial(fill_moved, shift, places)
+            self._parameters.declare(self._name(f"{name}.bias"), shift, "bias", moved)
         elif not self.storage.names:
             shift.zero_()
         return LayerNorm(self.ops, weight, shift, eps)
@@ -849,13 +835,14 @@ class Builder(LayerBuilder):
         offsets = self._empty(f"{name}.bias", heads, dim)
         if not self.storage.names:
             offsets.zero_()
-        places = _places(rope, 1, dim)
+        places = head_places(rope, 1, dim)
         for head in range(heads) if "{}" in name else ():
-            fill = partial(_fill_scaled, gains[head], 1.0, 0.0, places)
-            self._declare(self._name(f"{name.format(head)}.weight"), gains[head], "gain", fill)
+            fill = partial(fill_scaled, gains[head], 1.0, 0.0, places)
+            full = self._name(f"{name.format(head)}.weight")
+            self._parameters.declare(full, gains[head], "gain", fill)
         if "{}" not in name:
             moved = None if places is None else partial(_fill_heads, gains, places)
-            self._declare(self._name(f"{name}.weight"), gains, "gain", moved)
+            self._parameters.declare(self._name(f"{name}.weight"), gains, "gain", moved)
         return LayerNorm(self.ops, gains, offsets, eps)
 
     def query_scale(self, spec: QueryScale) -> ScaledQueriesLayer:
@@ -916,7 +903,7 @@ class Builder(LayerBuilder):
             head_norms = HeadNorms(q_norm.weight, k_weight, q_norm.eps, after)
         learned = None
         if sinks:
-            learned = self._tensor(self._name(sink_name), (sinks,), "bias")
+            learned = self._parameters.tensor(self._name(sink_name), (sinks,), "bias")
         alibi = torch.tensor(slopes, dtype=torch.float32, device=self.device) if slopes else None
         scale = head_dim**-0.5 if scale is None else scale
         local_heads = self._scope in self.declared.heads
@@ -972,7 +959,9 @@ class Builder(LayerBuilder):
         local_heads = self.adapters is None
         if local_heads:
             self.declared.heads[self._scope] = Between(heads, latent.value, heads)
-        sinks = self._tensor(self._name(sink_name), (heads,), "bias") if sink_name else None
+        sinks = None
+        if sink_name:
+            sinks = self._parameters.tensor(self._name(sink_name), (heads,), "bias")
         spec = AttentionSpec(scale, sinks=sinks, local_heads=local_heads)
         self.backend.caps.check(spec)
         return LatentAttention(self.backend, position, group, spec, up, index)
@@ -1000,7 +989,8 @@ class Builder(LayerBuilder):
                 checkpoint stores.
             sink_name: of the heads' learned sinks.
         """
-        tensor, rotation_at = partial(self._tensor, kind="bias"), self._ropes[rope, spec.rope].at
+        tensor = partial(self._parameters.tensor, kind="bias")
+        rotation_at = self._ropes[rope, spec.rope].at
         widths = [(1 + spec.overlap) * width for width in spec.dims(head_dim)]
         makers = tuple(
             EntryMaker(tensor(self._name(name), (spec.every, width)), norm, rotation_at)
@@ -1009,33 +999,20 @@ class Builder(LayerBuilder):
         places = tuple((self._position_of[number], self._group_of[number]) for number in layers)
         sinks = tensor(self._name(sink_name), (heads,))
         sizes = spec.groups, heads * head_dim // spec.groups, spec.group_rank
-        matrix = self._of_heads(self._name(down), *sizes)
+        matrix = self._parameters.of_heads(self._name(down), *sizes)
         if not self.storage.names:
-            self._declare_heads(down, matrix, *sizes)
+            self._parameters.declare_heads(self._name(down), matrix, *sizes)
         local_heads = self.adapters is None
         if local_heads:
             self.declared.heads[self._scope] = Between(spec.groups, spec.group_rank, spec.groups)
         of = spec, makers, window, head_dim**-0.5, sinks, matrix, local_heads
         return CompressedAttention(self.backend, places, *of)
 
-    def _of_heads(self, layer: str, heads: int, inputs: int, outputs: int) -> Matrix:
-        """Return memory for a matrix of each head, or group of heads."""
-        kind, rows = float_kind(self.dtype), heads * head_rows(outputs)
-        spec = MatrixSpec(kind, rows, inputs, False, None, self.dtype, self.device, heads)
-        return self.storage.matrix(layer, spec)
-
-    def _declare_heads(
-        self, name: str, matrix: Matrix, heads: int, inputs: int, outputs: int
-    ) -> None:
-        layer, parts = self._name(name), [(matrix, lambda rows: rows)]
-        to = HeadRows(self.ops, Quantizer(float_kind(self.dtype), layer), outputs, parts)
-        self._declare_layer(layer, LinearShape(inputs, heads * outputs), self._scheme(name), to, 0)
-
     def _latent_up(self, names: tuple[str, ...], heads: int, latent: LatentSpec) -> LatentUp:
         layer, kind = self._name(names[0]), float_kind(self.dtype)
         sizes = (latent.nope, latent.rank), (latent.rank, latent.value)
         keys, values = matrices = [
-            self._of_heads(f"{layer}.{part}", heads, *size)
+            self._parameters.of_heads(f"{layer}.{part}", heads, *size)
             for part, size in zip(("keys", "values"), sizes, strict=True)
         ]
         up = LatentUp(keys, values, latent.rank, latent.value)
@@ -1048,10 +1025,10 @@ class Builder(LayerBuilder):
             # Transposed: the keys' matrix is applied to queries before the cache is read.
             parts = (keys, lambda rows: rows[:nope].t()), (values, lambda rows: rows[nope:])
             to = HeadRows(self.ops, quantizer, size, parts)
-            self._declare_layer(layer, shape, self._scheme(names[0]), to, 0)
+            self._parameters.declare_layer(layer, shape, to)
             return up
         for name, matrix, (inputs, outputs) in zip(names, matrices, sizes, strict=True):
-            self._declare_heads(name, matrix, heads, inputs, outputs)
+            self._parameters.declare_heads(self._name(name), matrix, heads, inputs, outputs)
         return up
 
     def scaled_sum(self, factor: float) -> Sum:
@@ -1070,7 +1047,7 @@ class Builder(LayerBuilder):
             for name, shape in layer.tensors.items():
                 gain = layer.norm_eps is not None and not name.endswith(BIAS)
                 kind = "gain" if gain else "matrix" if len(shape) == 2 else "bias"
-                made.append(self._tensor(name, shape, kind))
+                made.append(self._parameters.tensor(name, shape, kind))
             layers.append((layer, made[0], made[1] if layer.bias else None))
         return PooledHead(layers)
 
@@ -1079,10 +1056,10 @@ class Builder(LayerBuilder):
         each, [size]."""
         full = self._name(name)
         if size > 1:
-            ops, row = self.ops, self._tensor(full, (size,), "gain")[None]
+            ops, row = self.ops, self._parameters.tensor(full, (size,), "gain")[None]
             return lambda x: ops.gated(x, row.expand_as(x), "none")
         scale = LearnedScale(self.ops, self.storage.tensor(full, (1,), torch.float32, self.device))
-        self._declare(full, scale.value, "gain", scale.fill)
+        self._parameters.declare(full, scale.value, "gain", scale.fill)
         if self.storage.names:
             scale.factor = float(scale.value)
         return scale
@@ -1106,21 +1083,21 @@ class Builder(LayerBuilder):
             router: name of the shared one.
             coefficients: names of the others, with their outputs and what is added to these.
         """
-        shared = self._linear(
-            (router,),
+        shared = self._parameters.linear(
+            self._names(router),
             [LinearShape(inputs, streams)],
             bias=False,
             activation="tanh",
             exact=True,
             wide=True,
         )
-        wide, made = copy(self), []
-        wide.dtype = torch.float32
+        made = []
         for name, (outputs, offset) in coefficients.items():
-            linear = wide._linear(
-                (name,),
+            linear = self._parameters.linear(
+                self._names(name),
                 [LinearShape(streams, outputs)],
                 bias=offset != 0.0,
+                dtype=torch.float32,
                 exact=True,
                 declared_bias=False,
             )
@@ -1174,14 +1151,15 @@ class Builder(LayerBuilder):
             each = torch.tensor([ends for _, *ends in runs])
             factors[2:].copy_(each.t().repeat_interleave(counts, 1))
             rows = torch.empty(n, width, dtype=self.dtype, device="meta")
-            self._declare(matrix, rows, "matrix", partial(self._fill_rows, linear.matrix))
-            self._declare(biases, factors[1], "bias")
+            fill = partial(self._pack_floats, linear.matrix)
+            self._parameters.declare(matrix, rows, "matrix", fill)
+            self._parameters.declare(biases, factors[1], "bias")
             fill = partial(_fill_each, factors[0], counts)
-            self._declare(gains, torch.empty(len(runs), device="meta"), "gain", fill)
+            self._parameters.declare(gains, torch.empty(len(runs), device="meta"), "gain", fill)
         ops = self.ops
         return lambda x: ops.stream_weights(x, linear(x), factors, eps, streams, rounds)
 
-    def _fill_rows(self, matrix: Matrix, first: int, values: Tensor) -> None:
+    def _pack_floats(self, matrix: Matrix, first: int, values: Tensor) -> None:
         self.ops.pack_rows(matrix, first, float_weight(values.to(self.dtype)))
 
     def gated(self, by: str = "none") -> Gated:
@@ -1220,17 +1198,20 @@ class Builder(LayerBuilder):
         full = self._name(f"{name}.weight")
         weight = self.storage.tensor(full, (width, channels), self.dtype, self.device)
         sizes = dict(parts) or {name: channels}
-        stored = [self._stored.get(self._name(part), {}).get(WEIGHT, ()) for part in sizes]
+        stored = [
+            self._parameters.stored.get(self._name(part), {}).get(WEIGHT, ()) for part in sizes
+        ]
         if sum(shape[0] for shape in stored if shape) == channels:  # transformers divides evenly
             sizes = {part: shape[0] for part, shape in zip(sizes, stored, strict=True)}
         first = 0
         for part, size in sizes.items():
             rows = weight.t()[first : first + size, None]
-            self._declare(self._name(f"{part}.weight"), rows, "gain")
+            self._parameters.declare(self._name(f"{part}.weight"), rows, "gain")
             first += size
         offset = None
         if spec.bias:
-            offset = self._tensor(self._name(f"{name}.bias"), (channels,), "bias", self.dtype)
+            full = self._name(f"{name}.bias")
+            offset = self._parameters.tensor(full, (channels,), "bias", self.dtype)
         return CausalConv(self.ops, weight, offset, self._state_of(layer), silu)
 
     def recurrence(
@@ -1252,12 +1233,12 @@ class Builder(LayerBuilder):
             decay_shape: of `decay` in the checkpoint; (): [value_heads], or if each number has its
                 own rate [value_heads * value_dim, key_dim].
         """
-        parameter, count = partial(self._tensor, kind="bias"), spec.value_heads
+        parameter, count = partial(self._parameters.tensor, kind="bias"), spec.value_heads
         if spec.by_channel:
             full, shape = self._name(decay), (count, spec.key_dim, spec.value_dim)
             rates = self.storage.tensor(full, shape, torch.float32, self.device)
             assert count == 1  # else the checkpoint's rows are no view
-            self._declare(full, rates[0].t(), "bias")
+            self._parameters.declare(full, rates[0].t(), "bias")
         else:
             rates = parameter(self._name(decay), decay_shape or (count,)).flatten()
         offsets = parameter(self._name(bias), (count * spec.decays,))
@@ -1269,206 +1250,29 @@ class Builder(LayerBuilder):
     def _state_of(self, layer: int) -> int:
         return self._states.setdefault(layer, len(self._states))
 
-    def _linear(
-        self,
-        names: tuple[str, ...],
-        shapes: Sequence[LinearShape],
-        *,
-        bias: bool,
-        stored: Sequence[StoredScheme | None] | None = None,
-        activation: Activation | None = None,
-        head: bool = False,
-        exact: bool = False,
-        wide: bool = False,
-        places: Tensor | None = None,
-        expert: tuple[int, int] | None = None,
-        between: Between | None = None,
-        replicable: bool = False,
-        declared_bias: bool = True,
-    ) -> Linear:
-        """Return the fused layer of some layers of the checkpoint, and declare their tensors.
-
-        Args:
-            expert, between, replicable: see `MatrixSpec`; `exact` implies `replicable`.
-            stored: how the checkpoint stores each layer, None for floats; None: as for any layer of
-                its name.
-            exact: the weight is never quantised here. Whether the checkpoint stores it quantised is
-                seen from its tensors: some tools exclude such layers without saying so.
-            wide: the outputs are fp32.
-            places: destinations of the first rows; see `Rows`.
-            head: the layer computes logits or is the embedding. Logits are fp32, because small
-                differences between them matter; the weight keeps at least eight bits.
-            declared_bias: the caller declares no bias itself, under another name.
-        """
-        layers = [self._name(name) for name in names]
-        inputs, rows = shapes[0].inputs, sum(shape.outputs for shape in shapes)
-        if stored is None:
-            stored = [self._scheme(name) for name in names]
-        if exact:
-            stored = [
-                scheme if scheme and has_scheme(self._shapes(layer), scheme, shape) else None
-                for layer, scheme, shape in zip(layers, stored, shapes, strict=True)
-            ]
-        quantised = None if exact else matrix_kind(self.quantization, inputs, stored, head=head)
-        kind = quantised or float_kind(self.dtype)
-        quantizer = Quantizer(kind, self._joined(names))
-        adapters = None
-        if self.adapters is not None and not head and not exact and expert is None:
-            adapters = self.adapters.of(layers, shapes, places)
-        spec = MatrixSpec(
-            kind,
-            rows,
-            inputs,
-            bias,
-            activation if adapters is None else None,
-            torch.float32 if head or wide else self.dtype,
-            self.device,
-            expert=expert,
-            between=between,
-            replicable=replicable or exact,
-        )
-        matrix = self.storage.matrix(quantizer.layer, spec)
-        linear = Linear(self.ops, matrix, adapters, None if adapters is None else activation)
-        if self.storage.names:
-            return linear
-        target, first = Rows(self.ops, matrix, quantizer, places), 0
-        for layer, shape, scheme in zip(layers, shapes, stored, strict=True):
-            self._declare_layer(layer, shape, scheme, target, first)
-            if matrix.bias is not None and declared_bias:
-                offsets = matrix.bias[first : first + shape.outputs]
-                fill = partial(_fill_in, offsets)
-                if places is not None and first < len(places):
-                    moved = places[first : first + shape.outputs] - first
-                    fill = partial(_fill_moved, offsets, moved)
-                self._declare(f"{layer}.{BIAS}", offsets, "bias", fill)
-            first += shape.outputs
-        return linear
-
-    def _declare_layer(
-        self, layer: str, shape: LinearShape, stored: StoredScheme | None, to: Target, first: int
-    ) -> None:
-        """Declare the tensors of a layer whose weight becomes rows first.. of a matrix."""
-        format = self._format(layer, shape, stored)
-        tensors = format.tensors(self.dtype)
-        runs = rows_to_read(to, first, shape.outputs, tensors.values())
-        part = LayerFiller(layer, format, tensors, shape, to, first, runs)
-        for suffix, tensor in tensors.items():
-            self.declared.tensors.append(
-                DeclaredTensor(
-                    f"{layer}.{suffix}",
-                    tensor.shape,
-                    tensor.dtype,
-                    "matrix",
-                    tensor.selection(runs),
-                    partial(part.fill, suffix),
-                    tensor.because,
-                    stored is None and shape.transposed,
-                )
-            )
-
-    def _scheme(self, name: str) -> StoredScheme | None:
-        if self.checkpoint is None or self.stored_quantization is None:
-            return None
-        return self.stored_quantization.scheme(self._name(name))
+    def _names(self, *names: str) -> LayerNames:
+        return LayerNames(self._scope, names)
 
     def _matrix_sizes(self, names: tuple[str, ...]) -> list[int]:
         """Return the number of consecutive layers that each matrix holds."""
         if not self.storage.names:
-            return stored_alike([self._scheme(name) for name in names])
+            return stored_alike([self._parameters.scheme(self._name(name)) for name in names])
         sizes: list[int] = []
         while (first := sum(sizes)) < len(names):
             ends = range(len(names), first, -1)
-            matches = (end for end in ends if self._joined(names[first:end]) in self.storage.names)
+            matches = (
+                end for end in ends if self._names(*names[first:end]).matrix in self.storage.names
+            )
             sizes.append(next(matches, first + 1) - first)
         return sizes
 
-    def _joined(self, names: tuple[str, ...]) -> str:
-        """Return the name of the matrix that holds these layers."""
-        return " + ".join((self._name(names[0]), *names[1:]))
-
-    def _format(self, layer: str, shape: LinearShape, scheme: StoredScheme | None) -> WeightFormat:
-        format = choose_format(layer, self._shapes(layer), scheme, shape)
-        unread = (*format.unread, *KV_SCALES)
-        self.declared.ignored.update(f"{layer}.{name}" for name in unread)
-        return format
-
-    def _shapes(self, layer: str) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the tensors in the checkpoint that may be of the layer's weight."""
-        other_names = (BIAS, *OF_ROUTERS, *KV_SCALES)
-        stored = self._stored.get(layer, {}).items()
-        return {name: size for name, size in stored if name not in other_names}
-
-    def _gain(
-        self,
-        full: str,
-        dim: int,
-        scale: float = 1.0,
-        offset: float = 0.0,
-        places: Tensor | None = None,
-        *,
-        exact: bool = False,
-    ) -> Tensor:
-        """Declare the gain of a norm, and return its memory.
-
-        Args:
-            full: its name in the checkpoint.
-            places: destination of each channel; None: unchanged.
-            exact: a gain that differs from the stored one is kept in fp32.
-        """
-        changed = scale != 1.0 or offset != 0.0
-        dtype = torch.float32 if changed and exact else self.dtype
-        weight = self.storage.tensor(full, (dim,), dtype, self.device)
-        fill = None
-        if changed or places is not None:
-            fill = partial(_fill_scaled, weight, scale, offset, places)
-        self._declare(full, weight, "gain", fill)
-        return weight
-
-    def _tensor(
-        self, full: str, shape: tuple[int, ...], kind: str, dtype: torch.dtype = torch.float32
-    ) -> Tensor:
-        """Declare a tensor by its name in the checkpoint, and return its memory."""
-        tensor = self.storage.tensor(full, shape, dtype, self.device)
-        self._declare(full, tensor, kind)
-        return tensor
-
     def _empty(self, name: str, *shape: int) -> Tensor:
         return self.storage.tensor(self._name(name), shape, self.dtype, self.device)
-
-    def _declare(
-        self,
-        name: str,
-        target: Tensor,
-        kind: str,
-        fill: Callable[[int, Tensor], None] | None = None,
-    ) -> None:
-        if self.storage.names:
-            return
-        self.declared.tensors.append(
-            DeclaredTensor(
-                name,
-                tuple(target.shape),
-                target.dtype,
-                kind,
-                IN_RUNS,
-                fill=fill or partial(_fill_in, target),
-            )
-        )
 
 
 def _after(last: Linear, first: Linear, x: Tensor) -> Tensor:
     """Return last(first(x))."""
     return last(first(x))
-
-
-def _gate_then_up(rows: int) -> Tensor:
-    """Return the destinations of rows of gate and up, stored by turns, in a matrix of both."""
-    order = torch.arange(rows)
-    return order % 2 * (rows // 2) + order // 2
-
-
-def _fill_in(target: Tensor, first: int, values: Tensor) -> None:
-    target[first : first + len(values)].copy_(values)
 
 
 def _fill_each(target: Tensor, counts: Tensor, first: int, values: Tensor) -> None:
@@ -1488,65 +1292,7 @@ def _add_types(sums: Tensor, first: int, values: Tensor) -> None:
     sums[first : first + len(values)].add_(values.to(sums)[:, None])
 
 
-def _with_gates(places: Tensor | None, heads: int, kv_heads: int, head_dim: int) -> Tensor:
-    """Return the destinations of rows of queries, each head's followed by its gate, and of keys,
-    given the destinations `places` without gates."""
-    if places is None:
-        places = torch.arange((heads + kv_heads) * head_dim)
-    count = heads * head_dim  # rows of all queries, which the gates follow
-    queries = places[:count].view(heads, head_dim)
-    gates = torch.arange(count, 2 * count).view(heads, head_dim)
-    return torch.cat((torch.stack((queries, gates), 1).flatten(), places[count:] + count))
-
-
-def _in_parts(
-    places: Tensor | None,
-    heads: tuple[int, ...],
-    head_dim: int,
-    count: int,
-    order: tuple[int, ...] = (0, 1, 2),
-) -> Tensor:
-    """Return the destinations of rows stored in equal parts of the heads, given the destinations
-    `places` of rows stored as q, k, v.
-
-    Args:
-        order: of q, k and v in each part.
-    """
-    rows = torch.arange(sum(heads) * head_dim)
-    if places is not None:
-        rows[: len(places)] = places
-    parts = rows.split_with_sizes([count * head_dim for count in heads])
-    return torch.cat([parts[i].view(count, -1) for i in order], 1).flatten()
-
-
-def _fill_moved(target: Tensor, places: Tensor, first: int, values: Tensor) -> None:
-    moved = places[first : first + len(values)].to(target.device)
-    target[moved] = values[: len(moved)].to(target)
-    target[first + len(moved) : first + len(values)] = values[len(moved) :].to(target)
-
-
-def _fill_scaled(
-    target: Tensor, scale: float, offset: float, places: Tensor | None, first: int, values: Tensor
-) -> None:
-    scaled = (values.float() + offset) * scale
-    if places is None:
-        target[first : first + len(values)].copy_(scaled)
-    else:
-        _fill_moved(target, places, first, scaled)
-
-
 def _fill_heads(target: Tensor, places: Tensor, first: int, values: Tensor) -> None:
     """Take values [heads, head_dim], from head `first`."""
     rows = target[first : first + len(values)]
     rows.index_copy_(1, places.to(rows.device), values.to(rows))
-
-
-def _places(rope: RopeSpec | None, heads: int, head_dim: int) -> Tensor | None:
-    """Return the destinations of the rows of queries and keys for a rotation that pairs the halves
-    of a head; None: unchanged."""
-    rows = None if rope is None else rope.rows(head_dim)
-    if rows is None:
-        return None
-    place = torch.empty(head_dim, dtype=torch.int64)
-    place[torch.tensor(rows)] = torch.arange(head_dim)
-    return (torch.arange(heads)[:, None] * head_dim + place).flatten()

@@ -12,9 +12,10 @@ import torch
 
 from kvik.errors import NOTES_LOG, START_LOG, ModelError, shown
 from kvik.models.model_spec import ModelSpec
-from kvik.nn.builder import Builder, Declarations, DeclaredTensor
+from kvik.nn.builder import Builder
 from kvik.nn.checkpoint import Checkpoint, Selection, selected_bytes
 from kvik.nn.layers import PooledHead
+from kvik.nn.parameters import Declarations, DeclaredTensor
 from kvik.nn.safetensors import FLOATS, TORCH_DTYPES
 from kvik.spec.adapters import Adapter
 from kvik.spec.declare import Network

@@ -17,6 +17,7 @@ from kvik.kernels.rounding import round_int4, round_int8, round_mxfp4, round_to_
 from kvik.kernels.weights import Matrix, MatrixSpec, Weight, float_weight
 from kvik.nn.checkpoint import ROW_MULTIPLE, run_length
 from kvik.nn.formats.base import LinearShape, StoredTensor, TensorError, WeightFormat
+from kvik.spec.rope import RopeSpec
 from kvik.spec.weight_kind import WeightKind
 
 
@@ -315,3 +316,54 @@ class LayerFiller:
                 raise
             except ValueError as error:
                 raise ModelError("model", f"layer {shown(self._layer)}: {error}") from None
+
+
+# Destinations of rows; see `Rows`.
+
+
+def head_places(rope: RopeSpec | None, heads: int, head_dim: int) -> Tensor | None:
+    """Return the destinations of the rows of queries and keys for a rotation that pairs the halves
+    of a head; None: unchanged."""
+    rows = None if rope is None else rope.rows(head_dim)
+    if rows is None:
+        return None
+    place = torch.empty(head_dim, dtype=torch.int64)
+    place[torch.tensor(rows)] = torch.arange(head_dim)
+    return (torch.arange(heads)[:, None] * head_dim + place).flatten()
+
+
+def gate_then_up(rows: int) -> Tensor:
+    """Return the destinations of rows of gate and up, stored by turns, in a matrix of both."""
+    order = torch.arange(rows)
+    return order % 2 * (rows // 2) + order // 2
+
+
+def with_gates(places: Tensor | None, heads: int, kv_heads: int, head_dim: int) -> Tensor:
+    """Return the destinations of rows of queries, each head's followed by its gate, and of keys,
+    given the destinations `places` without gates."""
+    if places is None:
+        places = torch.arange((heads + kv_heads) * head_dim)
+    count = heads * head_dim  # rows of all queries, which the gates follow
+    queries = places[:count].view(heads, head_dim)
+    gates = torch.arange(count, 2 * count).view(heads, head_dim)
+    return torch.cat((torch.stack((queries, gates), 1).flatten(), places[count:] + count))
+
+
+def in_parts(
+    places: Tensor | None,
+    heads: tuple[int, ...],
+    head_dim: int,
+    count: int,
+    order: tuple[int, ...] = (0, 1, 2),
+) -> Tensor:
+    """Return the destinations of rows stored in equal parts of the heads, given the destinations
+    `places` of rows stored as q, k, v.
+
+    Args:
+        order: of q, k and v in each part.
+    """
+    rows = torch.arange(sum(heads) * head_dim)
+    if places is not None:
+        rows[: len(places)] = places
+    parts = rows.split_with_sizes([count * head_dim for count in heads])
+    return torch.cat([parts[i].view(count, -1) for i in order], 1).flatten()

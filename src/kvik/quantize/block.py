@@ -19,8 +19,9 @@ from kvik.kernels.reference.experts import experts_by
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import Matrix, Weight
 from kvik.models.model_spec import ModelSpec
-from kvik.nn.builder import Builder, DeclaredTensor
+from kvik.nn.builder import Builder
 from kvik.nn.kv_formats import allocate_kv, allocate_states
+from kvik.nn.parameters import DeclaredTensor
 from kvik.spec.declare import ForwardContext, Network
 from kvik.spec.kv import KVGroup, group_layers
 

@@ -16,8 +16,8 @@ from kvik.errors import ModelError, shown
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import DTYPES
 from kvik.models.model_spec import ModelSpec
-from kvik.nn.builder import DeclaredTensor
 from kvik.nn.checkpoint import IN_RUNS, WHOLE, Checkpoint, open_checkpoint
+from kvik.nn.parameters import DeclaredTensor
 from kvik.quantize.block import WEIGHT, Block, BlockInputs, block_builder, unwatched
 from kvik.quantize.source import expert_roles
 from kvik.spec.declare import ForwardContext, Network, Role
