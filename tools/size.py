@@ -14,9 +14,9 @@ from pathlib import Path
 SOURCES = Path(__file__).parents[1] / "src"
 # Lines of Python with comments and docstrings, of 2026-11-30. "": files outside folders.
 BUDGETS = {
-    "attention": 2400,
+    "attention": 2490,
     "cli": 5220,
-    "config": 5510,
+    "config": 5520,
     "core": 6800,
     "engine": 5400,
     "evaluate": 750,
