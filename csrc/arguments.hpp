@@ -214,11 +214,25 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // span > 0: each head, a kv head of attention, chooses `top` blocks of as many keys (a divisor of 1024), which begin at
 // multiples of it: the last `local` ones, and those whose best key has the largest q k. Then weights is null, and out
 // [tokens, heads, out_stride / heads].
+// every > 0: keys are of entries that sum up as many tokens, and a token sees those whose last token is not after it.
+// Then cache has rows: the key of an entry is row s / entry_tokens, where s is its last token's place in the cache.
+// Of a head of q the last `rope` channels are rotated, neighbours together. Without tree, first_keys and span.
 #define KVIK_ARGS_choose_keys(P, I, F)                                                   \
     P(q) I(q_stride) P(weights) I(weights_stride) P(rotation) I(rope) I(interleaved)     \
     P(cache) P(block_table) I(table_stride) P(query_start_loc) P(seq_lens) I(num_seqs)   \
-    P(tree) P(first_keys) I(heads) I(dim) I(block_size) I(top) I(span) I(local) P(out)   \
-    I(out_stride) I(dtype)
+    P(tree) P(first_keys) I(heads) I(dim) I(block_size) I(top) I(span) I(local) I(every) \
+    I(entry_tokens) P(out) I(out_stride) I(dtype)
+
+// Attention over the last `window` tokens, and over the entries that each token sees, as in `choose_keys`; every 0:
+// there are none. q, out [tokens, heads, dim], heads dense. cache: rows of tokens, of which the first dim channels are
+// key and value; entries: rows of dim. Each has a block table, and blocks of one size. Of each head of q the last `rope`
+// channels are rotated, neighbours together, and those of the result are rotated back. chosen: null, or as `choose_keys`
+// writes it. dim is a multiple of 16; sinks as for attention, not null.
+#define KVIK_ARGS_attend_entries(P, I, F)                                                \
+    P(q) I(q_stride) P(rotation) I(rope) P(cache) I(cache_stride) P(table)               \
+    I(table_stride) P(entries) P(entry_table) I(entry_table_stride) I(block_size)        \
+    I(every) I(entry_tokens) P(query_start_loc) P(seq_lens) I(num_seqs) I(heads) I(dim)  \
+    I(window) P(chosen) I(chosen_stride) F(scale) P(sinks) P(out) I(out_stride) I(dtype)
 
 // Attention of all sequences of a step over the paged cache. q [tokens, heads, head_dim], out [tokens, heads, out_dim],
 // heads dense; sequence s owns tokens query_start_loc[s] .. [s + 1] (int32), which are the last ones of its seq_lens[s]
@@ -345,7 +359,7 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     K(add) K(rescaled) K(activate_top) K(weighted_sums) K(stream_weights)                                  \
     K(gather_rows) K(rotations) K(rotary) K(gated) K(causal_conv) K(recurrence)          \
     K(store_kv) K(store_latent) K(load_kv) K(move_kv) K(keep_queries) K(store_index)     \
-    K(choose_keys) K(attention) K(linear) K(linear_each) K(route) K(experts)             \
+    K(choose_keys) K(attend_entries) K(attention) K(linear) K(linear_each) K(route) K(experts)             \
     K(pack_matrix) K(matrix_rows) K(largest)                                             \
     K(penalize) K(mask) K(draw) K(probabilities) K(exchange)                             \
     K(read_memory) K(peak_f32) K(peak_bf16) K(peak_i8)

@@ -44,6 +44,59 @@ KVIK_INLINE void rotated(const T* x, int64_t dim, const float* rotation, int64_t
     for (int64_t i = rope; i < dim; i++) put(i, widened(x[i]));
 }
 
+// The same with the last `rope` channels, neighbours together, each in its own place. direction -1: rotated back.
+template <class T, class Put>
+KVIK_INLINE void rotated_last(const T* x, int64_t dim, const float* rotation, int64_t rope, Put put,
+                              float direction = 1.0f) {
+    const int64_t half = rope / 2, first = dim - rope;
+    for (int64_t i = 0; i < first; i++) put(i, widened(x[i]));
+    for (int64_t i = 0; i < half; i++) {
+        const float a = widened(x[first + 2 * i]), b = widened(x[first + 2 * i + 1]);
+        const float cosine = rotation[i], sine = direction * rotation[half + i];
+        put(first + 2 * i, a * cosine - b * sine);
+        put(first + 2 * i + 1, b * cosine + a * sine);
+    }
+}
+
+// Lays out words of 32 bits of kStrip rows in the order of a strip: [words][kStrip].
+inline void strip_of_rows(void* to, const void* const* rows, int64_t words) {
+    int64_t done = 0;
+#if defined(__AVX512BW__)
+    for (; done + 16 <= words; done += 16) {  // transposes 16 x 16 words
+        __m512i v[16], w[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) v[i] = _mm512_loadu_si512(static_cast<const int32_t*>(rows[i]) + done);
+#pragma GCC unroll 8
+        for (int i = 0; i < 16; i += 2) {
+            w[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+            w[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 16; i += 4) {  // then quarter l of v[i + j] has word 4 l + j of rows i to i + 3
+            v[i] = _mm512_unpacklo_epi64(w[i], w[i + 2]);
+            v[i + 1] = _mm512_unpackhi_epi64(w[i], w[i + 2]);
+            v[i + 2] = _mm512_unpacklo_epi64(w[i + 1], w[i + 3]);
+            v[i + 3] = _mm512_unpackhi_epi64(w[i + 1], w[i + 3]);
+        }
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            const __m512i even = _mm512_shuffle_i32x4(v[j], v[j + 4], 0x88);
+            const __m512i odd = _mm512_shuffle_i32x4(v[j], v[j + 4], 0xdd);
+            const __m512i even_8 = _mm512_shuffle_i32x4(v[j + 8], v[j + 12], 0x88);
+            const __m512i odd_8 = _mm512_shuffle_i32x4(v[j + 8], v[j + 12], 0xdd);
+            int32_t* at = static_cast<int32_t*>(to) + (done + j) * kStrip;
+            _mm512_storeu_si512(at, _mm512_shuffle_i32x4(even, even_8, 0x88));
+            _mm512_storeu_si512(at + 4 * kStrip, _mm512_shuffle_i32x4(odd, odd_8, 0x88));
+            _mm512_storeu_si512(at + 8 * kStrip, _mm512_shuffle_i32x4(even, even_8, 0xdd));
+            _mm512_storeu_si512(at + 12 * kStrip, _mm512_shuffle_i32x4(odd, odd_8, 0xdd));
+        }
+    }
+#endif
+    for (int t = 0; t < kStrip; t++)
+        for (int64_t i = done; i < words; i++)
+            std::memcpy(static_cast<int32_t*>(to) + i * kStrip + t, static_cast<const int32_t*>(rows[t]) + i, 4);
+}
+
 template <class T>
 void store(const store_index_args& a, Team& team) {
     const KvLayout layout{1, a.dim, a.block_size};
@@ -87,12 +140,15 @@ public:
     }
     // keys: most of a query.
     static size_t scratch_bytes(const choose_keys_args& a, int64_t keys) {
-        return size_t(rows_of(a) * a.dim) * sizeof(Factor) + size_t(rows_of(a) + 2 * keys + kTile) * sizeof(float);
+        const size_t tile = a.every ? size_t(kTile * a.dim) * sizeof(T) : 0;
+        const size_t query = size_t(rows_of(a) * a.dim) * sizeof(Factor);
+        return tile + query + size_t(rows_of(a) + 2 * keys + kTile) * sizeof(float);
     }
 
     Chooser(const choose_keys_args& args, char* scratch, int64_t keys)
         : a(args), rows(rows_of(args)), shapes(args.dim), layout{1, args.dim, args.block_size} {
-        factors = reinterpret_cast<Factor*>(scratch);
+        packed = reinterpret_cast<T*>(scratch);
+        factors = reinterpret_cast<Factor*>(packed + (a.every ? kTile * a.dim : 0));
         weights = reinterpret_cast<float*>(factors + rows * a.dim);
         orders = reinterpret_cast<uint32_t*>(weights + rows);
         scores = reinterpret_cast<float*>(orders + keys);
@@ -112,11 +168,12 @@ public:
         table = static_cast<const int32_t*>(a.block_table) + sequence * a.table_stride;
     }
     int64_t first_key() const { return queries.first_key(place); }
-    int64_t num_keys() const { return queries.end_key(place) - first_key(); }
+    int64_t end_key() const { return a.every ? queries.end_key(place) / a.every : queries.end_key(place); }
+    int64_t num_keys() const { return end_key() - first_key(); }
     // The keys to be scored: those of a tree's other paths too.
-    int64_t end_scored() const { return queries.tree ? queries.cached + queries.count : queries.end_key(place); }
+    int64_t end_scored() const { return queries.tree ? queries.cached + queries.count : end_key(); }
     // The end of those whose place does not depend on a tree.
-    int64_t end_cached() const { return queries.tree ? queries.cached : queries.end_key(place); }
+    int64_t end_cached() const { return queries.tree ? queries.cached : end_key(); }
 
     void pack_query() {
         const float scale = 1.0f / std::sqrt(float(a.heads * a.dim));
@@ -127,13 +184,17 @@ public:
         for (int64_t h = 0; h < a.heads; h++) {
             constexpr int P = Format::kPair, R = Format::kRows;
             Factor* to = factors + h / R * R * a.dim + h % R * (Format::kRegisters ? a.dim : P);
-            rotated(static_cast<const T*>(a.q) + token * a.q_stride + h * a.dim, a.dim,
-                    static_cast<const float*>(a.rotation) + token * a.rope, a.rope, a.interleaved != 0,
-                    [&](int64_t d, float value) KVIK_INLINED {
-                        T rounded;
-                        put_number(&rounded, value);
-                        put_number(to + (Format::kRegisters ? d : d / P * (R * P) + d % P), widened(rounded));
-                    });
+            const auto put = [&](int64_t d, float value) KVIK_INLINED {
+                T rounded;
+                put_number(&rounded, value);
+                put_number(to + (Format::kRegisters ? d : d / P * (R * P) + d % P), widened(rounded));
+            };
+            const T* q = static_cast<const T*>(a.q) + token * a.q_stride + h * a.dim;
+            const float* rotation = static_cast<const float*>(a.rotation) + token * a.rope;
+            if (a.every)
+                rotated_last(q, a.dim, rotation, a.rope, put);
+            else
+                rotated(q, a.dim, rotation, a.rope, a.interleaved != 0, put);
         }
     }
 
@@ -146,6 +207,10 @@ public:
         alignas(64) float of_heads[Format::kRows][kTile];
         for (int64_t tile = begin; tile < end; tile += kTile) {
             for (int s = 0; s < kStrips; s++) {  // strips after the last key may have no block
+                if (a.every) {
+                    unit.keys[s] = entries_of(tile + s * kStrip, end, packed + s * kStrip * a.dim);
+                    continue;
+                }
                 const int64_t key = tile + s * kStrip < end ? tile + s * kStrip : tile;
                 const int64_t block = table[key / a.block_size];
                 unit.keys[s] = static_cast<const T*>(a.cache) + layout.strip(block, 0, key % a.block_size);
@@ -252,6 +317,18 @@ public:
     float* scores;  // of a query that one thread scores
 
 private:
+    // Lays out the entries from `first` on as a strip; those after the last one repeat it.
+    const T* entries_of(int64_t first, int64_t end, T* to) const {
+        const void* of_keys[kStrip];
+        for (int t = 0; t < kStrip; t++) {
+            const int64_t entry = first + t < end ? first + t : end - 1, last = (entry + 1) * a.every - 1;
+            const int64_t slot = table[last / a.block_size] * a.block_size + last % a.block_size;
+            of_keys[t] = static_cast<const T*>(a.cache) + slot / a.entry_tokens * a.dim;
+        }
+        strip_of_rows(to, of_keys, a.dim / cache::kPair<T>);
+        return to;
+    }
+
     // The place in the query's own sequence of a key; below 0: it is not on the path to it.
     int64_t place_of(int64_t key) const {
         if (!queries.tree || key < queries.cached) return key;
@@ -300,6 +377,7 @@ private:
     const typename Format::Shapes shapes;
     const KvLayout layout;
     float* weights;
+    T* packed;  // a tile of entries
     Factor* factors;
     uint32_t* orders;  // of scores
 
@@ -314,6 +392,7 @@ inline int64_t longest_of(const choose_keys_args& a) {
     int64_t longest = 0;
     for (int64_t s = 0; s < a.num_seqs; s++)
         if (lengths[s] > longest) longest = lengths[s];
+    if (a.every) longest /= a.every;
     return (longest + kKeysPerTask - 1) / kKeysPerTask * kKeysPerTask;
 }
 

@@ -3,6 +3,7 @@
 
 #include "activation.hpp"
 #include "attention.hpp"
+#include "attention_entries.hpp"
 #include "experts.hpp"
 #include "group.hpp"
 #include "indexer.hpp"

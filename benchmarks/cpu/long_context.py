@@ -1,13 +1,15 @@
 """What a context of 128k costs: memory while a prompt of 100,000 tokens is prefilled in chunks, and
 tokens a second of prefill and of decoding at each context, compared with the planner's predictions.
 
-    python benchmarks/cpu/long_context.py [--models yarn longrope llama3 blocks]
+    python benchmarks/cpu/long_context.py [--models yarn longrope llama3 blocks entries]
         [--contexts 4096 8192 16384 32768 65536 100000] [--threads N] [--rounds 1]
-        [--calibration FILE] [--json FILE]
+        [--attention-backend NAME ...] [--calibration FILE] [--json FILE]
 
 The model has random weights (2 layers of width 512, 8 query and 2 key/value heads of 64, bf16) and
 a trained context stretched to 131,072 positions in each of three ways, or as in MiniMax-M3, where
-KV heads read 16 blocks of 128 keys; one process for each. One text is prefilled up to each context,
+KV heads read 16 blocks of 128 keys; or 8 layers of width 1024 as in DeepSeek V4, 8 heads of 512
+over a window of 128 and entries of 4 tokens, of which 512 are chosen, or of 128. There is one
+process for each model and attention backend. One text is prefilled up to each context,
 one after another: the earlier part is in the prefix cache, so each token is computed once, in the
 engine's own chunks; at each context it decodes 32 tokens. Step times are the engine's own wall
 times, as in calibrations. Predictions are those of `kvik plan`, with the calibration of this
@@ -78,6 +80,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "index_n_heads": SIZES["num_key_value_heads"],
         "index_head_dim": SIZES["head_dim"],
     },
+    "entries": {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        **{"vocab_size": 8192, "hidden_size": 1024, "num_hidden_layers": 8, "num_hash_layers": 1},
+        **{"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 512},
+        **{"qk_rope_head_dim": 64, "q_lora_rank": 512, "o_groups": 2, "o_lora_rank": 512},
+        **{"moe_intermediate_size": 512, "n_routed_experts": 8, "num_experts_per_tok": 2},
+        **{"index_n_heads": 16, "index_head_dim": 128, "index_topk": 512, "sliding_window": 128},
+        "compress_ratios": [0, 128, *[4, 128] * 3],
+        "max_position_embeddings": POSITIONS,
+        "dtype": "bfloat16",
+    },
 }
 
 
@@ -87,6 +101,7 @@ def main() -> None:
     parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--attention-backend", nargs="+", default=["auto"], dest="backends")
     parser.add_argument("--calibration", type=Path, help="a saved one, in place of a new one")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -102,9 +117,12 @@ def main() -> None:
                 folder = Path(work) / model
                 folder.mkdir(exist_ok=True)
                 (folder / "config.json").write_text(json.dumps(MODELS[model]))
-                (rows,) = fresh_processes(measure, (folder, args.contexts, calibration))
-                found.setdefault(model, []).extend(rows)
-                report(model, rows)
+                for backend in args.backends:
+                    asked = folder, args.contexts, calibration, backend
+                    (rows,) = fresh_processes(measure, asked)
+                    title = model if backend == "auto" else f"{model}, {backend}"
+                    found.setdefault(title, []).extend(rows)
+                    report(title, rows)
         if args.rounds > 1:
             for model, rows in found.items():
                 report(f"{model}, medians of {args.rounds} rounds", medians(rows))
@@ -134,7 +152,9 @@ def report(title: str, rows: list[dict[str, Any]]) -> None:
         )
 
 
-def measure(folder: Path, contexts: list[int], calibration: Path) -> list[dict[str, Any]]:
+def measure(
+    folder: Path, contexts: list[int], calibration: Path, backend: str
+) -> list[dict[str, Any]]:
     """In a separate process: return a row for each context."""
     from kvik.config.config import EngineConfig
     from kvik.config.hardware import detect
@@ -160,6 +180,7 @@ def measure(folder: Path, contexts: list[int], calibration: Path) -> list[dict[s
             load_format="random",
             device="cpu",
             dtype="bfloat16",
+            attention_backend=backend,
             threads=threads,
             max_num_seqs=1,
             max_model_len=POSITIONS,

@@ -181,7 +181,7 @@ def test_latent_vectors_in_fp32_are_not_converted() -> None:
     ("field", "value"),
     [
         *(("kv_cache_dtype", "int8"), ("block_size", 6), ("spec_method", "medusa")),
-        *(("attention_backend", "cpu"), ("window", 64)),
+        ("window", 64),
     ],
 )
 def test_what_entries_that_sum_up_tokens_do_not_allow(field: str, value: object) -> None:

@@ -64,7 +64,8 @@ def paged_model(
     ops = native_ops(native)
     backend: AttentionBackend = SdpaAttention(ops)
     spec = read_model_spec(folder)
-    widths = {*spec.head_dims, *(width for _, width in spec.rotations)}
+    rotated = () if spec.compressed else (width for _, width in spec.rotations)
+    widths = {*spec.head_dims, *rotated}
     if all(width % LANES == 0 for width in widths):
         backend, block_size = CpuAttention(native, ops), LANES
     return PagedModel(folder, dtype=dtype, block_size=block_size, ops=ops, backend=backend)

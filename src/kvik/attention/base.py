@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvik.attention.budget import weights_of
-from kvik.attention.compressed import AttendCompressed, attend_compressed
+from kvik.attention.compressed import AttendCompressed, attend_compressed, store_compressed
 from kvik.attention.indexed import Choice, Indexed, choose_keys, index_keys
 from kvik.attention.layout import StepLayout
 from kvik.errors import ConfigError
@@ -325,12 +325,13 @@ class AttentionBackend:
 
     def run_compressed(self, attend: AttendCompressed) -> Tensor:
         """Write what this step adds to the caches of a layer, then attend over its window and its
-        entries, in torch for all backends.
+        entries.
 
         Returns:
             [tokens, groups, group_rank].
         """
-        return attend.grouped(self._ops, attend_compressed(self._ops, attend))
+        store_compressed(self._ops, attend)
+        return attend.grouped(self._ops, attend_compressed(attend))
 
     def choose(self, of: Indexed, kv: LayerKV, layout: StepLayout) -> Choice:
         """Write the keys of a layer's indexer into the cache, and return which keys each token

@@ -9,7 +9,8 @@ A cache has these vectors of the tokens in the window, others have the entries. 
 its last token would be, in the place of `ENTRY_TOKENS` narrow tokens. So it depends only on tokens
 up to the end of its block, and a token that replaces a rejected draft makes the entry again.
 
-All of this is torch, one token at a time over the keys that it reads: the result of a token does
+The cache is written by torch's operations on all devices. What is read is defined here, one token
+at a time; a CPU has native kernels for it (csrc/attention_entries.hpp). The result of a token does
 not depend on the rest of the step.
 """
 
@@ -103,16 +104,32 @@ class AttendCompressed:
         results = attended.flatten(1).unflatten(1, (-1, self.down.spec.inputs))
         return ops.linear_each(results, self.down, self.spec.group_rank)
 
+    @property
+    def tokens(self) -> Tensor:
+        """The vectors of single tokens, [slots, channels]."""
+        return self.caches[0].view(-1, self.caches[0].shape[3])
 
-def attend_compressed(ops: Ops, of: AttendCompressed) -> Tensor:
-    """Write what the step's tokens add to the caches, then attend. Returns [tokens, heads, dim],
-    rotated back."""
-    cache, layout, dim = of.caches[0], of.layouts[0], of.k.shape[1]
+    @property
+    def entries(self) -> list[Tensor]:
+        """The entries and their keys for the indexer, as far as there are any, [places, dim]."""
+        return [each.view(-1, each.shape[3] * ENTRY_TOKENS) for each in self.caches[1:]]
+
+
+def store_compressed(ops: Ops, of: AttendCompressed) -> None:
+    """Write what the step's tokens add to the caches."""
+    cache, layout = of.caches[0], of.layouts[0]
     k = turned_last(of.k[:, None], of.rotation).to(cache.dtype)
     rows = k if of.inputs is None else torch.cat((k, of.inputs.to(k.dtype)[:, None]), 2)
     ops.store_kv(rows, rows[..., :0], cache, cache[..., :0], layout.slot_mapping)
-    stored = cache.flatten(0, 2)  # [slots, channels]
-    entries = [each.view(-1, each.shape[3] * ENTRY_TOKENS) for each in of.caches[1:]]
+    if of.spec.every:
+        for seq, length in enumerate(layout.num_scheduled):
+            _make_entries(of, seq, layout.contexts[seq] - length)
+
+
+def attend_compressed(of: AttendCompressed) -> Tensor:
+    """Attend over what `store_compressed` has written. Returns [tokens, heads, dim], rotated
+    back."""
+    layout, dim, stored, entries = of.layouts[0], of.k.shape[1], of.tokens, of.entries
     q, out = turned_last(of.q, of.rotation), torch.empty_like(of.q, dtype=torch.float32)
     chooser = _Chooser(of) if of.indexed is not None else None
     start = 0
@@ -121,12 +138,10 @@ def attend_compressed(ops: Ops, of: AttendCompressed) -> Tensor:
     ):
         cached, every = context - length, of.spec.every
         begin = max(0, cached - of.window + 1)  # the first token that is read
-        slots = layout.slots_of(seq, range(begin, context))
-        recent = stored[slots, :dim]
+        recent = stored[layout.slots_of(seq, range(begin, context)), :dim]
         if entries:
             lasts = range(every - 1, context, every)  # tokens
             at = [each.slots_of(seq, lasts) // ENTRY_TOKENS for each in of.layouts[1:]]
-            _make_entries(of, stored[:, dim:], slots, begin, entries, at, cached)
             if chooser is not None:
                 chooser.keys = entries[1][at[1]].float()
         for token in range(length):
@@ -145,29 +160,20 @@ def attend_compressed(ops: Ops, of: AttendCompressed) -> Tensor:
     return turned_last(out, torch.cat((cos, -sin), 1)).to(of.q.dtype)
 
 
-def _make_entries(
-    of: AttendCompressed,
-    inputs: Tensor,
-    slots: Tensor,
-    begin: int,
-    entries: list[Tensor],
-    at: list[Tensor],
-    cached: int,
-) -> None:
-    """Make the entries whose last tokens are after the first `cached` ones of a sequence.
-
-    Args:
-        inputs: [slots, channels].
-        slots: of the sequence's tokens from `begin` on. at: of all its entries.
-    """
-    spec, first = of.spec, cached // of.spec.every
-    if first == len(at[0]):
+def _make_entries(of: AttendCompressed, seq: int, cached: int) -> None:
+    """Make the entries whose last tokens are after the first `cached` ones of a sequence."""
+    layout, spec, first = of.layouts[0], of.spec, cached // of.spec.every
+    end = layout.contexts[seq] // spec.every
+    if first == end:
         return
-    tokens = max(0, first - spec.overlap) * spec.every, len(at[0]) * spec.every
-    rows = inputs[slots[tokens[0] - begin : tokens[1] - begin]]
-    parts = rows.split([2 * maker.bias.shape[1] for maker in of.makers], 1)
-    for maker, part, made, places in zip(of.makers, parts, entries, at, strict=True):
-        made[places[first:]] = maker(part, first, spec).to(made.dtype)
+    tokens = range(max(0, first - spec.overlap) * spec.every, end * spec.every)
+    inputs = of.tokens[layout.slots_of(seq, tokens), of.k.shape[1] :]
+    parts = inputs.split([2 * maker.bias.shape[1] for maker in of.makers], 1)
+    lasts = range((first + 1) * spec.every - 1, end * spec.every, spec.every)  # tokens
+    every = zip(of.makers, parts, of.entries, of.layouts[1:], strict=True)
+    for maker, part, made, places in every:
+        at = places.slots_of(seq, lasts) // ENTRY_TOKENS
+        made[at] = maker(part, first, spec).to(made.dtype)
 
 
 class _Chooser:

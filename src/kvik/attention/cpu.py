@@ -21,10 +21,12 @@ from kvik.attention.base import (
     BackendCaps,
     LayerKV,
 )
+from kvik.attention.compressed import AttendCompressed, store_compressed
 from kvik.attention.indexed import Choice, Indexed
 from kvik.attention.layout import StepLayout
 from kvik.kernels.cpu.native import Argument, Native
 from kvik.kernels.ops import Ops
+from kvik.spec.kv import ENTRY_TOKENS, IndexSpec
 
 KEYS_OF_WORD = 64  # bits of a choice
 
@@ -134,16 +136,33 @@ class CpuAttention(AttentionBackend):
             "block_size": size,
         }
         self.native.launch("store_index", k=of.k, slot_mapping=layout.slot_mapping, **shape)
-        longest = layout.block_table.shape[1] * size  # keys of a sequence
+        return self._choose(of.q, of.weights, spec, layout, shape)
+
+    def _choose(
+        self,
+        q: Tensor,
+        weights: Tensor | None,
+        spec: IndexSpec,
+        layout: StepLayout,
+        shape: dict[str, Argument],
+        every: int = 0,
+    ) -> Choice:
+        """Return what `choose` does.
+
+        Args:
+            shape: what else the kernel needs to know of q and the cache.
+            every: tokens that each key sums up; 0: keys of tokens.
+        """
+        longest = layout.block_table.shape[1] * layout.block_size // (every or 1)  # of a sequence
         if longest <= spec.top:
             return []
         words = -(-longest // KEYS_OF_WORD)
         each = (spec.heads, words) if spec.span else (words,)
-        chosen = self.native.empty(of.q.shape[0], *each, dtype=torch.int64)
+        chosen = self.native.empty(q.shape[0], *each, dtype=torch.int64)
         self.native.launch(
             "choose_keys",
-            q=of.q,
-            weights=of.weights,
+            q=q,
+            weights=weights,
             **shape,
             block_table=layout.block_table,
             table_stride=layout.block_table.stride(0),
@@ -156,9 +175,53 @@ class CpuAttention(AttentionBackend):
             top=spec.top // spec.span if spec.span else spec.top,
             span=spec.span,
             local=spec.local,
+            every=every,
+            entry_tokens=ENTRY_TOKENS,
             out=chosen,
         )
         return [chosen]
+
+    def run_compressed(self, attend: AttendCompressed) -> Tensor:
+        return self.run_compressed_by(self._ops, attend)
+
+    def run_compressed_by(self, ops: Ops, attend: AttendCompressed) -> Tensor:
+        """Do the same as `run_compressed`, with other operations for products with the matrices of
+        groups."""
+        store_compressed(self._ops, attend)
+        of, layout, q = attend.spec, attend.layouts[0], attend.q
+        places: dict[str, Argument] = {
+            "block_size": layout.block_size,
+            "rotation": attend.rotation,
+            "rope": of.rope,
+        }
+        entries, chosen = attend.entries, None
+        if attend.indexed is not None and of.index is not None:
+            shape = {"interleaved": True, "cache": entries[1], "dim": of.index.dim, **places}
+            indexed = *attend.indexed, of.index, attend.layouts[2]
+            chosen = _bits(self._choose(*indexed, shape, of.every))
+        out = self.native.empty(*q.shape, dtype=q.dtype)
+        self.native.launch(
+            "attend_entries",
+            q=q,
+            **places,
+            cache=attend.tokens,
+            table=layout.block_table,
+            entries=entries[0] if entries else None,
+            entry_table=attend.layouts[1].block_table if entries else None,
+            every=of.every,
+            entry_tokens=ENTRY_TOKENS,
+            query_start_loc=layout.query_start_loc,
+            seq_lens=layout.seq_lens,
+            num_seqs=self.native.rows(layout.seq_lens),
+            heads=q.shape[1],
+            dim=q.shape[2],
+            window=attend.window,
+            chosen=chosen,
+            scale=attend.scale,
+            sinks=attend.sinks,
+            out=out,
+        )
+        return attend.grouped(ops, out)
 
     def _attend(
         self,

@@ -181,7 +181,7 @@ class GroupAttention(DividedHeads):
         return out
 
     def run_latent(self, attend: AttendLatent) -> Tensor:
-        tokens, heads, _ = attend.q.shape
+        heads = attend.q.shape[1]
         rank_heads = slice(*share_of(heads, self._group.rank, self._group.size))
         part = replace(
             attend,
@@ -190,8 +190,18 @@ class GroupAttention(DividedHeads):
             k_rope=self._copied(attend.k_rope),
             spec=attend.spec.of_heads(rank_heads),
         )
-        part_out = self._native.run_latent_by(self._ops, part)  # [tokens, rank heads, value]
-        out = self._group.take((tokens, heads, part_out.shape[2]), part_out.dtype)
+        return self._all_heads(self._native.run_latent_by(self._ops, part), heads)
+
+    def run_compressed(self, attend: AttendCompressed) -> Tensor:
+        groups = attend.spec.groups
+        part = attend.of_groups(*share_of(groups, self._group.rank, self._group.size))
+        return self._all_heads(self._native.run_compressed_by(self._ops, part), groups)
+
+    def _all_heads(self, part_out: Tensor, heads: int) -> Tensor:
+        """Return the results of all heads, or groups of heads: [tokens, those of this process, dim]
+        -> [tokens, heads, dim]."""
+        out = self._group.take((len(part_out), heads, part_out.shape[2]), part_out.dtype)
+        rank_heads = slice(*share_of(heads, self._group.rank, self._group.size))
         self._group.copy(part_out.flatten(1), out[:, rank_heads].flatten(1))
         self._group.exchange()
         return out

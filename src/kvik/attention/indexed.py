@@ -91,10 +91,11 @@ def in_blocks(products: Tensor, spec: IndexSpec) -> Tensor:
 
 
 def largest(scores: Tensor, count: int) -> Tensor:
-    """Return which of the scores [n] are the `count` largest ones, bool [n]."""
-    is_chosen = torch.zeros_like(scores, dtype=torch.bool)
-    is_chosen[scores.topk(min(count, len(scores)), sorted=False).indices] = True
-    return is_chosen
+    """Return which of the scores [n] are the `count` largest ones, the first ones of equals, bool
+    [n]."""
+    cut = scores.topk(min(count, len(scores))).values[-1]
+    above, equals = scores > cut, scores == cut
+    return above | equals & (equals.cumsum(0) <= count - above.sum())
 
 
 def rotated(x: Tensor, rotation: Tensor, *, interleaved: bool) -> Tensor:

@@ -272,7 +272,7 @@ def _unfit_for_cpu(config: EngineConfig, model: ModelSpec, kernels: str) -> str 
     if config.kv_cache_dtype == "fp16":
         return "its cache has no fp16"
     if model.compressed:
-        return NO_ENTRIES
+        return _unfit_heads(model, LANES)
     if config.block_size % LANES:
         return f"block_size {config.block_size} is not a multiple of {LANES}"
     if model.latent is None:
@@ -290,7 +290,7 @@ def _unfit_for_triton(
     if kernels != "triton":
         return "it needs the Triton kernels"
     if model.compressed:
-        return NO_ENTRIES
+        return "its kernels do not read entries that sum up tokens"
     if model.latent is None:
         # Rotation and rounding work on halves of a head; with four bits a half must be whole bytes.
         return _unfit_heads(model, 4 if config.kv_cache_dtype == "int4" else 2)
@@ -330,7 +330,6 @@ def _no_torch_prompts(config: EngineConfig, model: ModelSpec, dtype: str) -> str
     return None
 
 
-NO_ENTRIES = "only torch's operations read entries that sum up tokens"
 BUILT_IN = "as the engine folder was built"
 # Values that leave the choice to kvik.
 LEFT_OPEN: Mapping[str, str] = {

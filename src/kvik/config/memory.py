@@ -465,7 +465,7 @@ class Footprint:
     def _taped(self) -> bool:
         """Whether a step runs as a tape of native kernels, without torch's."""
         unfused = self.adapters is not None and self.adapters.experts
-        return self.attention_backend == "cpu" and not unfused
+        return self.attention_backend == "cpu" and not unfused and not self.spec.compressed
 
     def activations(self, size: StepSize) -> int:
         """Peak of one step."""
@@ -675,17 +675,21 @@ class Footprint:
 
     def _compressing(self, size: StepSize) -> int:
         """Return the bytes that attention over entries takes in a layer in addition to other
-        attention: queries and results in fp32, rotated; what entries are made of, in fp32 with
-        copies; the places of all tokens; and keys of the indexer, and entries, in fp32
-        (attention/compressed.py)."""
+        attention (attention/compressed.py): what entries are made of, in fp32 with copies. Native
+        kernels also take a bit for each entry of each token, and the scores of some queries; torch
+        queries and results in fp32, rotated, the places of all tokens, and keys of the indexer, and
+        entries, in fp32."""
         largest, keys, tokens = 0, size.max_model_len, size.max_num_batched_tokens
-        dim = self.spec.head_dim
+        dim, native = self.spec.head_dim, self.attention_backend == "cpu"
         for of in {layer.compressed for layer in self.spec.layers if layer.compressed}:
-            step = 4 * (6 * self.spec.query_width + dim) + 2 * of.inputs(dim) * self._item
-            total = tokens * (step + 8 * 4 * of.inputs(dim)) + keys * 8 * 4
-            if of.every:
-                entries = keys // of.every
-                index = of.index
+            copied = 0 if native else 6 * self.spec.query_width
+            step = 4 * (copied + dim) + 2 * of.inputs(dim) * self._item
+            total = tokens * (step + 8 * 4 * of.inputs(dim))
+            total += 0 if native else keys * 8 * 4
+            index, entries = of.index, keys // (of.every or 1)
+            if native and index:
+                total += tokens * -(-entries // 8) + INDEX_ROWS * entries * 4
+            elif not native and of.every:
                 of_index = (index.dim + index.heads) * (4 + self._item) if index else 0
                 read = min(entries, index.top) if index else entries
                 total += entries * (of_index + CHOOSING_NUMBERS * 4) + read * dim * 3 * 4

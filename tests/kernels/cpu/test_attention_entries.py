@@ -1,0 +1,175 @@
+"""Attention over a window and over entries, on every instruction set."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.attention_backends import make_backend
+from helpers.native import FLOATS, Runtime, runtimes
+from torch import Tensor
+
+from kvik.attention.base import AttentionBackend
+from kvik.attention.compressed import AttendCompressed, EntryMaker
+from kvik.attention.layout import StepLayout
+from kvik.spec.kv import ENTRY_TOKENS, CompressedSpec, IndexSpec
+
+HEADS, DIM, ROPE, WINDOW = 6, 48, 8, 24  # a group of heads is not full, and a part of the columns
+PLAIN = CompressedSpec(1, ROPE, 1, 1)
+INDEX = IndexSpec(5, 40, 9, interleaved=True)
+SPECS = {
+    "window": PLAIN,
+    "all entries": replace(PLAIN, every=20),
+    "overlapping": replace(PLAIN, every=6, overlap=True),
+    "chosen": replace(PLAIN, every=4, overlap=True, index=INDEX),
+    "chosen, unaligned": replace(PLAIN, every=7, index=INDEX),
+}
+# (cached, new) tokens of each sequence, and tokens of a block
+STEPS = {
+    "mixed": ([(0, 3), (79, 1), (100, 30), (23, 2)], 16),
+    "decode": ([(400, 1), (3, 1)], 4),
+    "prefill": ([(0, 150)], 64),
+}
+
+
+class Texts:
+    """What attention gets of the tokens of some sequences, and their caches, full of NaN."""
+
+    def __init__(
+        self, spec: CompressedSpec, contexts: list[int], block_size: int, dtype: torch.dtype
+    ) -> None:
+        self.spec, self.block_size, self.dtype = spec, block_size, dtype
+        g = torch.Generator().manual_seed(len(contexts))
+        dims, index = spec.dims(DIM), spec.index or INDEX
+        widths = (
+            HEADS * DIM,
+            DIM,
+            spec.inputs(DIM),
+            index.heads * index.dim,
+            index.heads,
+            ROPE // 2,
+        )
+        self.parts = [[torch.randn(n, width, generator=g) for width in widths] for n in contexts]
+        counts = [-(-n // block_size) for n in contexts]
+        self.tables = [
+            torch.randperm(sum(counts), generator=g).int().split(counts) for _ in range(3)
+        ]
+        self.sinks = torch.randn(HEADS, generator=g)
+        self.makers = tuple(
+            EntryMaker(
+                torch.randn(spec.every, (1 + spec.overlap) * dim, generator=g), _same, _turns
+            )
+            for dim in dims
+        )
+        narrow = [dim // ENTRY_TOKENS for dim in dims]
+        self.caches = tuple(
+            torch.full((sum(counts), block_size, 1, width), torch.nan, dtype=dtype)
+            for width in (DIM + spec.inputs(DIM), *narrow)
+        )
+
+    def step(self, backend: AttentionBackend, spans: list[tuple[int, int]]) -> Tensor:
+        """Run (cached, new) tokens of each sequence. Returns [tokens, heads, dim]."""
+        parts = [
+            torch.cat(
+                [
+                    part[cached : cached + new]
+                    for part, (cached, new) in zip(each, spans, strict=True)
+                ]
+            )
+            for each in zip(*self.parts, strict=True)
+        ]
+        q, k, inputs, index_q, weights = (part.to(self.dtype) for part in parts[:5])
+        spec, angles = self.spec, parts[5]
+        return backend.run_compressed(
+            AttendCompressed(
+                q=q.view(-1, HEADS, DIM),
+                k=k,
+                inputs=inputs if spec.every else None,
+                indexed=(index_q, weights) if spec.index else None,
+                rotation=torch.cat((angles.cos(), angles.sin()), 1),
+                spec=spec,
+                makers=self.makers,
+                caches=self.caches,
+                layouts=tuple(
+                    self._layout(tables, spans) for tables in self.tables[: len(self.caches)]
+                ),
+                window=WINDOW,
+                scale=0.2,
+                sinks=self.sinks,
+            )
+        )
+
+    def _layout(self, tables: tuple[Tensor, ...], spans: list[tuple[int, int]]) -> StepLayout:
+        table = torch.zeros(len(spans), max(map(len, tables)), dtype=torch.int32)
+        slots = []
+        for row, blocks, (cached, new) in zip(table, tables, spans, strict=True):
+            row[: len(blocks)] = blocks
+            at = torch.arange(cached, cached + new)
+            slots.append(
+                blocks[at // self.block_size].long() * self.block_size + at % self.block_size
+            )
+        counts = [new for _, new in spans]
+        return StepLayout(
+            query_start_loc=torch.tensor([0, *counts]).cumsum(0).int(),
+            seq_lens=torch.tensor([sum(span) for span in spans], dtype=torch.int32),
+            block_table=table,
+            slot_mapping=torch.cat(slots),
+            num_scheduled=tuple(counts),
+            contexts=tuple(map(sum, spans)),
+            block_size=self.block_size,
+        )
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _turns(positions: Tensor) -> Tensor:
+    angles = positions[:, None] * torch.arange(1, ROPE // 2 + 1) / 10
+    return torch.cat((angles.cos(), angles.sin()), 1)
+
+
+def run(backend: AttentionBackend, spec: str, step: str, dtype: torch.dtype) -> Tensor:
+    """Return what the new tokens of a step get, after their sequences' earlier ones."""
+    spans, block_size = STEPS[step]
+    texts = Texts(SPECS[spec], [*map(sum, spans)], block_size, dtype)
+    texts.step(backend, [(0, cached) for cached, _ in spans])
+    return texts.step(backend, spans)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("runtime", runtimes())
+def test_as_defined(runtime: Runtime, spec: str, step: str, dtype: torch.dtype) -> None:
+    expected = run(make_backend("reference"), spec, step, dtype)
+    found = run(make_backend("cpu", runtime.threads, runtime.isa), spec, step, dtype)
+    error = 2e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found, expected, atol=error, rtol=error)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("runtime", runtimes((2,)))
+def test_results_have_the_same_bits_in_any_step(runtime: Runtime, dtype: torch.dtype) -> None:
+    whole, one = (
+        make_backend("cpu", 1, runtime.isa),
+        make_backend("cpu", runtime.threads, runtime.isa),
+    )
+    for spec in SPECS.values():
+        texts = Texts(spec, [150], 16, dtype)
+        expected = texts.step(whole, [(0, 150)])
+        ends = [*range(7, 120, 7), *range(120, 150), 150]
+        spans = zip([0, *ends], ends, strict=False)
+        found = [texts.step(one, [(begin, end - begin)]) for begin, end in spans]
+        assert torch.equal(torch.cat(found), expected)
+
+
+@pytest.mark.parametrize("runtime", runtimes((1,)))
+def test_of_equal_scores_the_first_entries_are_read(runtime: Runtime) -> None:
+    results = []
+    for backend in (make_backend("reference"), make_backend("cpu", 1, runtime.isa)):
+        texts = Texts(SPECS["chosen"], [150], 16, torch.float32)
+        texts.parts[0][4].zero_()  # weights of the indexer's heads
+        results.append(texts.step(backend, [(0, 150)]))
+    torch.testing.assert_close(*results, atol=2e-5, rtol=2e-5)
