@@ -784,6 +784,21 @@ def test_an_answer_continues_at_another_server_or_returns(
     assert all(url in each and "another kv_token" in each for each in warnings)
 
 
+def test_a_request_finds_a_server_that_is_available_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy, "HEALTH_SECONDS", 3600.0)  # no look in between
+    first, second = Backend("a", replying(503), healthy=False), Backend("b")
+    with site(first, second) as made:
+        assert made.post("x").json["from"] == "b"
+        first.answer, first.healthy = None, True
+        second.answer, second.healthy = replying(503), False
+        assert [made.post("x").json["from"] for _ in range(2)] == ["a", "a"]
+    first, second = Backend("a", taking(200), healthy=False), Backend("b")
+    second.answer = giving(b"ticket", stream=True)
+    with site(first, second) as made:
+        first.healthy = True
+        assert made.post("x", stream=True).body == b"data: 1\n\nrest"
+
+
 def test_clients_cannot_claim_that_a_request_moves() -> None:
     with site(Backend("a")) as made:
         claims = {RESUMED_HEADER: "x", MOVES_HEADER: "1"}

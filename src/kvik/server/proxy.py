@@ -67,6 +67,7 @@ ROWS = 64  # assumed batch size of a server
 MAX_BODY = 64 << 20  # bytes of a request
 TAIL = 4096  # bytes at the end of an answer that are searched for its usage
 HEALTH_SECONDS, HEALTH_TIMEOUT = 1.0, 2.0
+LOOK_SECONDS = 0.5  # that a request waits for the health of servers that get none
 CONNECT_SECONDS = 5.0
 START_SECONDS = 30.0  # for the first server to answer; they may have been started with the proxy
 # Limit for the next part of a request's body, and for a client to read the answer's.
@@ -256,6 +257,7 @@ class Proxy:
         self._router = ReplicaRouter(urls, PIECE, ROWS, LIFETIME)
         self._session: aiohttp.ClientSession | None = None
         self._watching: list[asyncio.Task[None]] = []
+        self._looks: dict[int, asyncio.Task[bool]] = {}  # queries of health, by server
         self._mismatch = ""  # missing role, as last logged
 
     async def start(self) -> None:
@@ -296,7 +298,7 @@ class Proxy:
 
     async def close(self) -> None:
         """Close all connections to servers."""
-        for task in self._watching:
+        for task in (*self._watching, *self._looks.values()):
             task.cancel()
         if self._session is not None:
             await self._session.close()
@@ -335,9 +337,13 @@ class Proxy:
         lacking = [i for i, server in enumerate(self.upstreams) if server.store != store]
         return lacking if store and len(lacking) < len(self.upstreams) else []
 
-    def has_others(self, numbers: Collection[int]) -> bool:
-        """Return whether a server other than these is available."""
-        return any(server.healthy for i, server in enumerate(self.upstreams) if i not in numbers)
+    async def has_others(self, numbers: Collection[int]) -> bool:
+        """Return whether a server other than these is available. If none seems to be, their health
+        is queried first, as one may have become available since the last query."""
+        others = [i for i in range(len(self.upstreams)) if i not in numbers]
+        if others and not any(self.upstreams[i].healthy for i in others):
+            await asyncio.wait([self._looking(i) for i in others], timeout=LOOK_SECONDS)
+        return any(self.upstreams[i].healthy for i in others)
 
     def choose_prefill(self, choice: ReplicaChoice, prompt: RoutedPrompt) -> ReplicaChoice | None:
         """Choose a server to compute the prompt for the chosen one; None if that computes it
@@ -435,6 +441,13 @@ class Proxy:
         if mismatch and mismatch != self._mismatch:
             log.warning("a role is missing: %s; start one, or leave out --role", mismatch)
         self._mismatch = mismatch
+
+    def _looking(self, number: int) -> asyncio.Task[bool]:
+        """Return a running query of a server's health, shared by all that wait for one."""
+        look = self._looks.get(number)
+        if look is None or look.done():
+            look = self._looks[number] = asyncio.create_task(self._look(number))
+        return look
 
     async def _look(self, number: int) -> bool:
         """Query the health of a server. Return whether it answered."""
@@ -553,6 +566,8 @@ class _Passing:
             choice = self._proxy.choose(self._prompt, tried)
             if choice is None and self._closed:
                 choice, self._closed = self._proxy.choose(self._prompt, lacking), False
+            if choice is None and await self._proxy.has_others(tried):
+                choice = self._proxy.choose(self._prompt, tried)
             if choice is None:
                 await self._refuse(self._proxy.unavailable(self._errors))
                 return
@@ -661,6 +676,7 @@ class _Passing:
         release = asyncio.get_running_loop().call_later(LET_GO_SECONDS, answer.close)
         try:
             while True:
+                await proxy.has_others(tried)
                 choice = proxy.choose(self._prompt, tried)
                 resumed = _Resumed(state, answer, back=choice is None)
                 if await self._ask(choice or previous, tried, resumed):
@@ -762,7 +778,8 @@ class _Passing:
         if resumed is not None:
             headers = [pair for pair in headers if pair[0] != SOURCE_HEADER.encode()]
             headers.append((RESUMED_HEADER.encode(), resumed.state))
-        if proxy.has_others({choice.replica}) and not (resumed is not None and resumed.back):
+        # Others may be available when it is handed over, even if none is now.
+        if len(proxy.upstreams) > 1 and not (resumed is not None and resumed.back):
             headers = [*headers, (MOVES_HEADER.encode(), b"1")]
         async with self._answer(choice, headers) as answer:
             if MOVED_HEADER in answer.headers:
@@ -775,9 +792,9 @@ class _Passing:
                 proxy.refused(choice.replica, reason)
                 return None
             num_begun = self._num_begun + (answer.status != UNAVAILABLE)
-            has_others = proxy.has_others({*tried, choice.replica})
             retry = answer.status in RETRIED and answer.headers.get("x-should-retry") != "false"
-            if retry and has_others and num_begun < MAX_BEGUN:
+            retry = retry and num_begun < MAX_BEGUN
+            if retry and await proxy.has_others({*tried, choice.replica}):
                 self._note_failure(choice, f"it answers with status {answer.status}")
                 self._num_begun = num_begun
                 return None
