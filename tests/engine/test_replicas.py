@@ -394,7 +394,9 @@ QUICK = RestartPolicy(
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(3))
-async def test_a_replica_may_be_killed_at_any_moment(seed: int, tmp_path: Path):
+async def test_a_replica_may_be_killed_at_any_moment(
+    seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     """Every request ends exactly once: with an error if it had begun, otherwise as usual."""
     drawn = random.Random(seed)
     config = tiny_config()
@@ -430,6 +432,8 @@ async def test_a_replica_may_be_killed_at_any_moment(seed: int, tmp_path: Path):
             assert delta.error.startswith("replica ")
         if delta.token_ids:
             begun.add(delta.request_id)
+    crashes = [each.getMessage() for each in caplog.records if "(crash " in each.getMessage()]
+    assert crashes and all(each.startswith("replica ") for each in crashes)
     lost = {d.request_id for d in deltas if d.finish_reason is FinishReason.ERROR}
     assert len(lost) < 0.8 * len(names)  # about half of them were at a killed replica
     await both.close()

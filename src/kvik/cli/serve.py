@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
             log.warning(text, _url(server, sockets[0]))
         resolved = resolve_config(config, moves=server.kv_token is not None)
         for d in resolved.decisions:  # a path may contain control characters
-            out.tell(visible(f"{d.name:24}{d.value:12}{d.reason}"))
+            out.tell(visible(f"{d.name:24}{d.value:11} {d.reason}"))
         return uvloop.run(_serve(config, server, keys, resolved, sockets, tls, out, err))
 
 

@@ -311,7 +311,11 @@ class EngineLink:
         for answer in self._queries.values():
             if not answer.done():
                 answer.set_exception(UnavailableError("engine", reason))
-        self._owner.lost(self, f"{self.name}: {reason}" if self.name else reason, waiting)
+        self._owner.lost(self, self.named(reason), waiting)
+
+    def named(self, reason: str) -> str:
+        """Return a reason with the name of the engine, if there are several."""
+        return f"{self.name}: {reason}" if self.name else reason
 
     def set_state(self, state: EngineState, reason: str) -> None:
         if self.state is not EngineState.CLOSED:

@@ -264,11 +264,11 @@ class Supervisor:
         while True:
             reason = await self._serve_one(link)
             if self._failure and not link.signs_of_life:
-                log.error("%s", link.reason)
+                log.error("%s", link.named(link.reason))
                 return
             crashes.append(clock())
             recent = sum(at > clock() - policy.window for at in crashes)
-            log.error("%s (crash %d of %d)", reason, recent, policy.crashes)
+            log.error("%s (crash %d of %d)", link.named(reason), recent, policy.crashes)
             if recent >= policy.crashes:
                 link.disconnect(EngineState.FAILED, f"it crashed {recent} times; at last: {reason}")
                 return
