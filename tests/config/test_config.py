@@ -37,7 +37,7 @@ BAD: dict[str, list[Any]] = {
     "max_adapter_rank": [0, 1025, 2.0, True],
     "chat_template": ["", 3],
     "engine_cache": ["", 3, "a\0b"],
-    "batch_size": [0, None, 1 << 20, 2.0],
+    "batch_size": [0, 1 << 20, 2.0],
     "max_wait": [-0.1, float("nan"), float("inf"), "soon", 1e6],
     "ageing": [0, -1, float("nan"), None],
     "max_queued_requests": [0, -1, None, 1.0],

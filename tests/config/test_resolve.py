@@ -168,7 +168,7 @@ configs = st.builds(
     memory_utilization=st.floats(0.3, 1.0),
     kv_cache_memory=maybe(sizes(36)),
     policy=st.sampled_from(["fcfs", "priority", "static", "dynamic"]),
-    batch_size=sizes(8),
+    batch_size=maybe(sizes(8)),
     attention_backend=st.sampled_from(["auto", "reference", "sdpa"]),
     threads=maybe(st.integers(1, 64)),
 )
@@ -465,7 +465,11 @@ OMIT = "must be left out: .*"
         (SMALL, SERVER, {"device": "cuda:1"}, "device: .*CUDA devices: cuda:0"),
         (SMALL, PC, {"policy": "static", "batch_size": 9, "max_num_seqs": 8}, "batch_size: .*most"),
         (SMALL, PC, {"max_num_seqs": 9, "max_num_batched_tokens": 8}, "max_num_seqs: .*at most"),
-        (SMALL, PC, {"policy": "static", "max_num_batched_tokens": 4}, "batch_size: .*at most"),
+        (
+            *(SMALL, PC),
+            {"policy": "static", "batch_size": 9, "max_num_batched_tokens": 4},
+            "batch_size: .*at most",
+        ),
         (
             *(STATES, PC),
             {"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": (3, 4)},
@@ -565,6 +569,9 @@ def test_a_server_may_use_its_cpu() -> None:
 
 def test_static_batches_fit_the_running_requests() -> None:
     assert plan(policy="static", batch_size=300).scheduler.max_num_seqs >= 300
+    assert plan(policy="static").scheduler.batch_size == 8
+    for few in ({"max_num_seqs": 4}, {"max_num_batched_tokens": 4}):
+        assert plan(policy="static", **few).scheduler.batch_size == 4
 
 
 def test_torch_built_for_cuda_needs_more_even_on_a_cpu() -> None:

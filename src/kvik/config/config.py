@@ -297,8 +297,11 @@ class EngineConfig:
         OneOf(POLICIES, {"continuous": "fcfs"}),
         "which waiting request is served first; priority: the one with the smallest `priority`",
     )
-    batch_size: int = option(
-        8, Integer(1, 65_536), "requests per batch of the static and dynamic policies"
+    batch_size: int | None = option(
+        None,
+        Integer(1, 65_536),
+        "requests per batch of the static and dynamic policies; none: 8, or fewer if a step has "
+        "room for fewer",
     )
     max_wait: float | None = option(
         None,
@@ -402,6 +405,11 @@ class EngineConfig:
     )
 
 
+def batch_size(config: EngineConfig) -> int:
+    """Return the number of requests in a batch of the static and dynamic policies."""
+    return config.batch_size or min(8, config.max_num_seqs or 8, config.max_num_batched_tokens or 8)
+
+
 def check_config(config: EngineConfig) -> EngineConfig:
     """Check the options that need neither the model nor the machine.
 
@@ -416,8 +424,9 @@ def check_config(config: EngineConfig) -> EngineConfig:
     if seqs is not None and tokens is not None and seqs > tokens:
         text = f"must be at most max_num_batched_tokens ({tokens}), not {seqs}"
         raise ConfigError("max_num_seqs", f"{text}: a step decodes a token of each request")
-    if config.policy in ("static", "dynamic") and tokens is not None and config.batch_size > tokens:
-        text = f"must be at most max_num_batched_tokens ({tokens}), not {config.batch_size}"
+    batch = batch_size(config)
+    if config.policy in ("static", "dynamic") and tokens is not None and batch > tokens:
+        text = f"must be at most max_num_batched_tokens ({tokens}), not {batch}"
         raise ConfigError("batch_size", text)
     requested_speculation(config)
     if config.attention_sinks and config.window is None:

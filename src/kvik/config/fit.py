@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvik.config.compute import LANES, MAX_HEAD_DIM, TRANSFORMERS, Compute, check_draft
-from kvik.config.config import ASKED, EngineConfig, Notes, requested_speculation
+from kvik.config.config import ASKED, EngineConfig, Notes, batch_size, requested_speculation
 from kvik.config.hardware import Hardware
 from kvik.config.memory import (
     CUDA_BUILD_BYTES,
@@ -109,7 +109,7 @@ class Fit:
         requested = requested_speculation(config)
         # Tokens of a decoding request, and additional tokens for drafts.
         per_request, drafts = (1, 0) if requested is None else (2, 2 * draft_tokens(requested))
-        batch = config.batch_size if config.policy in ("static", "dynamic") else 0
+        batch = batch_size(config) if config.policy in ("static", "dynamic") else 0
         required = max(config.block_size, batch, (config.max_num_seqs or 0) + drafts)
         if footprint.spec.encoder:  # a step has whole prompts
             required = max(required, config.max_model_len or context)
@@ -141,8 +141,8 @@ class Fit:
                 max_seqs = max(tokens // per_request, config.max_num_seqs or batch or 1)
                 seqs = min(size.max_num_seqs, max_seqs)
                 smaller.append(replace(size, max_num_batched_tokens=tokens, max_num_seqs=seqs))
-            if config.max_num_seqs is None and size.max_num_seqs > config.batch_size:
-                seqs = max(size.max_num_seqs // 2, config.batch_size)
+            if config.max_num_seqs is None and size.max_num_seqs > batch_size(config):
+                seqs = max(size.max_num_seqs // 2, batch_size(config))
                 smaller.append(replace(size, max_num_seqs=seqs))
             if not smaller:
                 break
