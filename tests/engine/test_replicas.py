@@ -214,9 +214,15 @@ async def test_a_draining_replica_gets_no_new_requests():
         assert cluster.all.drain_replica(1, drain=False) == 0
         cluster.all.add(engine_request("c", [*PROMPT, 7]))
         assert cluster.added()[1] == ["c"]
-        for replica, drained in ((1, False), (0, True)):
+        for replica, refusal in ((1, ""), (0, "all replicas are drained")):
             cluster.all.drain_replica(replica, drain=True)
-            assert cluster.all.drained == drained
+            assert cluster.all.refusal == refusal
+        cluster.all.drain_replica(0, drain=False)
+        await cluster.lose(0)  # the other one is ready, but drained
+        assert cluster.all.state is EngineState.READY
+        with pytest.raises(UnavailableError, match=r"replica 0: .*; replica 1: is drained"):
+            cluster.all.add(engine_request("d"))
+        assert cluster.all.refusal.startswith("replica 0: ")
         with pytest.raises(ParamError, match="0 to 1") as raised:
             cluster.all.drain_replica(2, drain=True)
         assert raised.value.field == "replica"

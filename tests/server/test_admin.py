@@ -42,7 +42,7 @@ class Stubs:
     def hand_over(self) -> None:
         pass
 
-    drained = False
+    refusal = ""
 
     def drain_replica(self, replica: int, *, drain: bool) -> int:
         if replica > 1:
@@ -103,7 +103,7 @@ def test_draining_one_replica(server: HttpServer) -> None:
 def test_the_health_tells_that_all_replicas_are_drained(
     server: HttpServer, parts: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts.engine, "drained", True)
+    monkeypatch.setattr(parts.engine, "refusal", "all replicas are drained")
     for path in ("/health", "/ready"):
         found = ask(server, "GET", path)
         assert (found.status, found.json["reason"]) == (503, "all replicas are drained")

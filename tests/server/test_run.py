@@ -31,7 +31,7 @@ class Engine:
     config = SimpleNamespace(runner=SimpleNamespace(role="both"))
     state = EngineState.STARTING
     reason = "is being loaded"
-    drained = False
+    refusal = ""
     closed = False
 
     def start(self, sink: object) -> None: ...

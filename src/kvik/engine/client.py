@@ -206,9 +206,17 @@ class EngineClient:
         )
 
     @property
-    def drained(self) -> bool:
-        """Whether requests are refused because all engines are drained."""
-        return len(self._draining) == len(self.links)
+    def refusal(self) -> str:
+        """Why requests are refused although an engine is ready: it is drained; "" if none is."""
+        ready = {link.number for link in self.links if link.state is EngineState.READY}
+        if not ready or ready - self._draining:
+            return ""
+        if len(self._draining) == len(self.links):
+            return "all replicas are drained"
+        return "; ".join(
+            link.named("is drained" if link.number in self._draining else link.reason)
+            for link in self.links
+        )
 
     def drain_replica(self, replica: int, *, drain: bool) -> int:
         """Stop (or resume) sending requests to a replica. Returns how many it still has.
@@ -407,7 +415,8 @@ class EngineClient:
         while True:
             choice = self._router.choose(sent.hashes, size, now, avoid=avoid)
             if choice is None:
-                raise UnavailableError("engine", self.reason or "no other replica is ready")
+                reason = self.reason or self.refusal or "no other replica is ready"
+                raise UnavailableError("engine", reason)
             link = self.links[choice.replica]
             try:
                 link.add(sent, again=again)

@@ -43,8 +43,8 @@ def _problem(server: Server) -> tuple[str, str] | None:
         return "draining", f"the server {server.drain.reason}"
     if state is not EngineState.READY:
         return str(state), f"the engine {state_in_words(state)}"
-    if server.engine.drained:
-        return "draining", "all replicas are drained"
+    if refusal := server.engine.refusal:
+        return "draining", refusal
     return None
 
 
