@@ -191,6 +191,7 @@ class EngineCore:
         self._slots = {adapter.name: slot for slot, adapter in enumerate(config.runner.adapters)}
         self._requests: dict[str, list[Request]] = {}  # unfinished siblings by request id
         self._searches: dict[str, BeamSearch] = {}  # by request id
+        self._ended: list[RequestDelta] = []  # for `take_finished`
         self._num_unseeded = 0
         self._proposing = 0.0
         # Totals of requests that ended; see `RequestSpeculation`.
@@ -334,6 +335,7 @@ class EngineCore:
         for request in self._requests.get(request_id, [])[:]:
             if everything or request.index == index:
                 self.scheduler.end(request, reason, now, error)
+        self._note_ended()
 
     def hand_over(self, request_id: str, now: float) -> None:
         """Let another engine continue the unfinished siblings of a request; the last delta of each
@@ -347,10 +349,13 @@ class EngineCore:
         if all(map(self.scheduler.may_hand_over, siblings)):
             for sibling in siblings:
                 self.scheduler.hand_over(sibling, now)
+        self._note_ended()
 
     def plan(self, now: float) -> SchedulerOutput | None:
         """Return the next step to compute, or None if there is nothing to do now."""
-        return self.scheduler.schedule(now)
+        plan = self.scheduler.schedule(now)
+        self._note_ended()
+        return plan
 
     def finish_step(self, output: ModelRunnerOutput, now: float) -> list[RequestDelta]:
         """Process the result of the oldest plan in flight."""
@@ -358,16 +363,21 @@ class EngineCore:
             self._proposing += output.draft_times.proposing
         self._graphs = output.graphs or self._graphs
         self._threads = output.threads or self._threads
-        return self._note_finished(self.scheduler.update(output, now))
+        deltas = self._note_finished(self.scheduler.update(output, now))
+        self._note_ended()
+        return deltas
 
     def fail_step(self, error: str, now: float) -> list[RequestDelta]:
         """Process the failure of the oldest plan in flight: its requests end, others continue."""
-        return self._note_finished(self.scheduler.fail(error, now))
+        deltas = self._note_finished(self.scheduler.fail(error, now))
+        self._note_ended()
+        return deltas
 
     def take_finished(self) -> list[RequestDelta]:
         """Return last deltas of requests that ended outside a step: aborted, past their
         deadline."""
-        return self._note_finished(self.scheduler.take_finished())
+        ended, self._ended = self._ended, []
+        return ended
 
     @property
     def waiting_ids(self) -> list[str]:
@@ -381,7 +391,7 @@ class EngineCore:
     @property
     def has_requests(self) -> bool:
         """Whether anything is unfinished, or finished but not yet reported."""
-        return bool(self._requests)
+        return bool(self._requests or self._ended)
 
     def stats(self) -> EngineStats:
         """Return all statistics except times, which the loop adds."""
@@ -442,6 +452,12 @@ class EngineCore:
             self._seconds + sum(counts.seconds for counts in live),
             self._plain_seconds + sum(counts.plain_seconds for counts in live),
         )
+
+    def _note_ended(self) -> None:
+        """Note the requests that ended outside a step's result, at once: a search that is over
+        changes the cache, at the same moment when it is replayed."""
+        while ended := self.scheduler.take_finished():
+            self._ended += self._note_finished(ended)
 
     def _note_finished(self, deltas: Sequence[RequestDelta]) -> list[RequestDelta]:
         noted: list[RequestDelta] = []
