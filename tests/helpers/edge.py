@@ -27,6 +27,10 @@ class Body(msgspec.Struct):
     number: int = 0
 
 
+class Message(msgspec.Struct):
+    text: str = ""
+
+
 class Calls(list[str]):
     """Records which handlers ran, and for which tenant."""
 
@@ -73,7 +77,7 @@ def table(calls: Calls) -> list[Route]:
 
     return [
         Route("/v1/echo", echo, body=Body),
-        Route("/v1/messages", echo),
+        Route("/v1/messages", echo, body=Message),
         Route("/v1/messages/fail", fail),
         Route("/v1/models", read, "GET"),
         Route("/v1/models/{model:path}", read, "GET"),

@@ -187,11 +187,11 @@ def test_text_of_requests_is_escaped_in_the_log(
     server: HttpServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "kvik.access"):
-        body = {"number": 1, "new\nline": "a prompt", "ünknown": 2, "numbr": 3, "a.b": 4}
+        body = {"number": 1, "new\nline": "a prompt", "ünknown": 2, "numbr": 3, "a.b": 4, "text": 5}
         reply = ask(server, "POST", "/v1/echo", body, **KEY)
         ask(server, "GET", "/v1/models/%0Aforged%1b[31m?prompt=secret", **KEY)
         ask(server, "POST", "/v1/echo", {"new\nline": 1}, **KEY)
-    assert reply.headers["x-kvik-ignored-fields"] == "new\\nline, \\xfcnknown, numbr, a.b"
+    assert reply.headers["x-kvik-ignored-fields"] == "new\\nline, \\xfcnknown, numbr, a.b, text"
     lines = [record.getMessage() for record in caplog.records]
     assert all(line.isascii() and line.isprintable() for line in lines), lines
     text = "\n".join(lines)
@@ -201,6 +201,7 @@ def test_text_of_requests_is_escaped_in_the_log(
     assert text.count("the field new\\nline") == 1  # logged once
     assert "the field numbr of requests is unknown and ignored; did you mean number?" in text
     assert "the field a.b of requests is unknown" in text
+    assert "the field text of requests is ignored" in text
     assert " POST /v1/echo 200 " in text
 
 

@@ -294,7 +294,8 @@ class App:
         fields = [name for name in context.ignored_fields if name not in self._reported_fields]
         for name in fields[: MAX_REPORTED_FIELDS - len(self._reported_fields)]:
             self._reported_fields.add(name)
-            is_known = context.ignored_fields[name]  # such as effort, which this model does not use
+            # Such as effort, which this model does not use; or another route has it.
+            is_known = context.ignored_fields[name] or name in self._fields
             hint = "" if is_known else did_you_mean(name, self._fields)
             message = f"the field %s of requests is {'' if is_known else 'unknown and '}ignored%s"
             access_log.warning(message, name, f"; {hint}" if hint else "")
