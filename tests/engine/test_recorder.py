@@ -18,7 +18,7 @@ from helpers.served_engine import FakeExecutor
 
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
-from kvik.core.types import EngineRequest, FinishReason, TokenLogprobs
+from kvik.core.types import EngineRequest, FinishReason, PageSource, TokenLogprobs
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import EngineLoop
 from kvik.engine.memory_watch import MemoryReading, MemoryWatch
@@ -38,7 +38,7 @@ from kvik.engine.recorder import (
     encode,
     open_recording,
 )
-from kvik.engine.replay import RecordedClock, Replay, Replayed
+from kvik.engine.replay import RecordedClock, Replay, Replayed, fetches
 
 from .conftest import make_config
 
@@ -342,6 +342,14 @@ def test_events_are_on_disk_once_there_is_nothing_to_do(tmp_path):
     rig.run()
     _, events = read(rig.path)
     assert isinstance(events[-1], Failed)
+
+
+def test_pages_of_another_engine_are_computed_with_the_adapter_of_their_request():
+    request = EngineRequest("a", [*range(9)], SamplingParams(adapter="mine"), cache_salt="s")
+    request = replace(request, source=PageSource("127.0.0.1", 9000, "lease", 8))
+    (computed,) = fetches([Added(0.0, request, 5)])
+    assert (computed.prompt_token_ids, computed.cache_salt) == ([*range(8)], "s")
+    assert computed.params.adapter == "mine"
 
 
 def test_log_probabilities_and_embeddings_are_compared(tmp_path):

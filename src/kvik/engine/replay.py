@@ -98,7 +98,12 @@ def fetches(events: Iterable[Event]) -> list[EngineRequest]:
                         EngineRequest(
                             f"{len(requests)}",
                             known_tokens[: source.num_tokens],
-                            SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
+                            SamplingParams(
+                                max_tokens=2,
+                                temperature=0.0,
+                                ignore_eos=True,
+                                adapter=request.params.adapter,
+                            ),
                             cache_salt=request.cache_salt,
                         )
                     )
