@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from types import SimpleNamespace
 from typing import Any
 
@@ -686,16 +688,32 @@ def test_a_server_that_computes_prompts_answers_where_no_other_one_can():
 
 @pytest.mark.full
 def test_the_command_runs_until_it_is_stopped():
-    with site(Backend("a"), Backend("b")) as made:
+    """Also with few open files: it takes no more connections than it can forward."""
+
+    async def wait(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
+        await asyncio.sleep(0.5)
+        await respond(send, 200, b"{}")
+
+    with site(Backend("a", wait), Backend("b", wait)) as made:
         urls = [server.url for server in made.servers]
-        command = [sys.executable, "-m", "kvik", "route", *urls, "--port", "0"]
+        route = [sys.executable, "-m", "kvik", "route", *urls, "--port", "0"]
+        command = ["bash", "-c", 'ulimit -n 64; exec "$@"', "bash", *route]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
             line = running.stdout.readline()
             assert "2 servers" in line
             front = SimpleNamespace(port=int(line.split("/v1")[0].rpartition(":")[2]))
-            assert ask(front, "POST", CHAT, {"messages": []}).json["from"] in ("a", "b")
+
+            def post(_: int) -> None:
+                with suppress(OSError, HTTPException):  # refused
+                    ask(front, "POST", CHAT, {"messages": []})
+
+            with ThreadPoolExecutor(40) as pool:
+                list(pool.map(post, range(40)))
+            metrics = ask(front, "GET", "/metrics").body.decode()
             running.terminate()
             assert running.wait(30) == 0
+        errors = re.findall(r"kvik_route_errors_total{.*} (\d+)", metrics)
+        assert errors == ["0", "0"]  # no server is blamed
 
 
 # -- requests that move --------------------------------------------------------------------------

@@ -11,11 +11,14 @@ from kvik.cli.flags import Parser, number
 from kvik.cli.terminal import say
 from kvik.errors import ConfigError
 from kvik.remote_server import RemoteServer
+from kvik.server.http_protocol import ConnectionLimits
 from kvik.server.proxy import Proxy
 from kvik.server.run import Listener, StopSignal, bind
 
 MAX_TIMEOUT = 86_400.0
 SHUTDOWN_SECONDS = 30.0  # for running answers
+# Of a client, and of two servers while a request moves.
+LIMITS = ConnectionLimits(files_per_connection=3)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -75,7 +78,7 @@ async def _route(proxy: Proxy, listening: socket.socket) -> int:
         return 0
     stopping.cancel()
     starting.result()
-    listener = Listener(proxy, listening)
+    listener = Listener(proxy, listening, LIMITS)
     try:
         await listener.start()
         host, port = listening.getsockname()[:2]

@@ -27,6 +27,7 @@ class ConnectionLimits:
     """Limits of connections."""
 
     max_connections: int = 4096  # open connections; beyond it, the longest idle one is closed
+    files_per_connection: int = 1  # open files of a connection, its own included
     max_headers: int = 100  # number of headers of a request
     max_head_bytes: int = 64 << 10  # bytes of its first line and its headers
     head_seconds: float = 30.0  # time until the headers are complete

@@ -227,8 +227,9 @@ class Listener:
 
 def _affordable(limits: ConnectionLimits) -> ConnectionLimits:
     """Raise the limit on open files as far as allowed, and limit the connections by it."""
-    files = allow_files(limits.max_connections + RESERVED_FILES)
-    max_connections = min(limits.max_connections, files - min(RESERVED_FILES, files // 2))
+    files = allow_files(limits.max_connections * limits.files_per_connection + RESERVED_FILES)
+    usable = files - min(RESERVED_FILES, files // 2)
+    max_connections = min(limits.max_connections, usable // limits.files_per_connection)
     if max_connections < limits.max_connections:
         message = "at most %d connections, not %d: the limit of open files (ulimit -n) is %d"
         log.warning(message, max_connections, limits.max_connections, files)
