@@ -14,7 +14,7 @@ from pathlib import Path
 SOURCES = Path(__file__).parents[1] / "src"
 # Lines of Python with comments and docstrings, of 2026-11-30. "": files outside folders.
 BUDGETS = {
-    "attention": 2490,
+    "attention": 2500,
     "cli": 5220,
     "config": 5520,
     "core": 6800,
