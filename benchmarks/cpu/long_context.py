@@ -135,7 +135,8 @@ def medians(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for context in dict.fromkeys(row["context"] for row in rows):
         alike = [row for row in rows if row["context"] == context]
-        found.append({name: median(row[name] for row in alike) for name in alike[0]})
+        numbers = [name for name, value in alike[0].items() if isinstance(value, int | float)]
+        found.append({name: median(row[name] for row in alike) for name in numbers})
     return found
 
 
