@@ -223,6 +223,22 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     P(tree) P(first_keys) I(heads) I(dim) I(block_size) I(top) I(span) I(local) I(every) \
     I(entry_tokens) P(out) I(out_stride) I(dtype)
 
+// Stores tokens as rows of cache: k [rows, dim], of which the last `rope` channels are rotated, neighbours together, and
+// inputs [rows, cache_stride - dim], or null.
+#define KVIK_ARGS_store_tokens(P, I, F)                                                  \
+    P(k) I(k_stride) P(rotation) I(rope) P(inputs) I(inputs_stride) P(cache)             \
+    I(cache_stride) P(slot_mapping) I(rows) I(dim) I(dtype)
+
+// Makes the entries of each sequence whose last tokens are in this step, of rows of cache: dim channels from inputs_at on,
+// with overlap twice as many, of which the first ones take part in the entry after the token's; then as many gates, to
+// which bias fp32 [every, gates] is added. weight [dim], of the dtype of cache or fp32, and eps as for rms_norm; high, low,
+// low_rows and last as for rotations of the last `rope` channels. Places of tokens and entries as for attend_entries.
+#define KVIK_ARGS_make_entries(P, I, F)                                                  \
+    P(cache) I(cache_stride) I(inputs_at) P(bias) P(weight) I(weight_dtype) F(eps)       \
+    P(high) P(low) I(low_rows) I(last) I(rope) P(table) I(table_stride) P(entries)       \
+    P(entry_table) I(entry_table_stride) I(block_size) I(every) I(overlap)               \
+    I(entry_tokens) P(query_start_loc) P(seq_lens) I(num_seqs) I(dim) I(dtype)
+
 // Attention over the last `window` tokens, and over the entries that each token sees, as in `choose_keys`; every 0:
 // there are none. q, out [tokens, heads, dim], heads dense. cache: rows of tokens, of which the first dim channels are
 // key and value; entries: rows of dim. Each has a block table, and blocks of one size. Of each head of q the last `rope`
@@ -359,7 +375,7 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     K(add) K(rescaled) K(activate_top) K(weighted_sums) K(stream_weights)                                  \
     K(gather_rows) K(rotations) K(rotary) K(gated) K(causal_conv) K(recurrence)          \
     K(store_kv) K(store_latent) K(load_kv) K(move_kv) K(keep_queries) K(store_index)     \
-    K(choose_keys) K(attend_entries) K(attention) K(linear) K(linear_each) K(route) K(experts)             \
+    K(choose_keys) K(store_tokens) K(make_entries) K(attend_entries) K(attention) K(linear) K(linear_each) K(route) K(experts)             \
     K(pack_matrix) K(matrix_rows) K(largest)                                             \
     K(penalize) K(mask) K(draw) K(probabilities) K(exchange)                             \
     K(read_memory) K(peak_f32) K(peak_bf16) K(peak_i8)

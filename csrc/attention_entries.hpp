@@ -1,5 +1,5 @@
-// Attention over the last tokens and over entries that sum up tokens (attention/compressed.py). A vector is the key and
-// the value of all heads, and a row of the cache.
+// Attention over the last tokens and over entries that sum up tokens (attention/compressed.py), and how both are
+// stored. A vector is the key and the value of all heads, and a row of the cache.
 //
 // Rows are read in place, 64 at a time, in the order window, entries: lanes are channels, of scores and of sums over
 // values. A query's result depends only on its own rows, so not on other queries, threads, or chunks of a prompt.
@@ -7,6 +7,7 @@
 
 #include "attention.hpp"
 #include "indexer.hpp"
+#include "norm.hpp"
 
 namespace kvik {
 namespace {
@@ -16,6 +17,99 @@ using paged::kRows;  // heads that share a load of the cache
 using paged::kTile;
 using paged::kVectors;
 using paged::Record;
+
+inline int64_t slot_of(const void* table, int64_t stride, int64_t block_size, int64_t sequence, int64_t at) {
+    return static_cast<const int32_t*>(table)[sequence * stride + at / block_size] * block_size + at % block_size;
+}
+
+template <class T>
+void store_tokens(const store_tokens_args& a, Team& team) {
+    const auto* slots = static_cast<const int64_t*>(a.slot_mapping);
+    each_range(team, a.rows, 4, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row++) {
+            if (slots[row] < 0) continue;
+            T* to = static_cast<T*>(a.cache) + slots[row] * a.cache_stride;
+            indexer::rotated_last(static_cast<const T*>(a.k) + row * a.k_stride, a.dim,
+                                  static_cast<const float*>(a.rotation) + row * a.rope, a.rope,
+                                  [&](int64_t d, float value) KVIK_INLINED { indexer::put_number(to + d, value); });
+            if (a.inputs)
+                std::memcpy(to + a.dim, static_cast<const T*>(a.inputs) + row * a.inputs_stride,
+                            size_t(a.cache_stride - a.dim) * sizeof(T));
+        }
+    });
+}
+
+template <class T>
+size_t making_bytes(const make_entries_args& a) {
+    const int64_t rows = (1 + a.overlap) * a.every;
+    return size_t(rows) * sizeof(T*) + size_t(a.rope) * sizeof(float) + size_t(2 * a.dim) * sizeof(T);
+}
+
+// A mean over tokens for each channel, weighed by the softmax of its gates; normalised, and rotated by the position of
+// the entry's first token. Every channel sums in the order of tokens.
+template <class T, class W>
+void make_entry(const make_entries_args& a, int64_t sequence, int64_t entry, char* scratch) {
+    const int64_t parts = 1 + a.overlap, width = parts * a.dim, half = a.rope / 2;
+    const int64_t first = a.overlap && !entry ? a.every : 0, end = parts * a.every;
+    const T** rows = reinterpret_cast<const T**>(scratch);
+    float* rotation = reinterpret_cast<float*>(rows + end);
+    T* means = reinterpret_cast<T*>(rotation + a.rope);
+    T* normed = means + a.dim;
+    for (int64_t i = first; i < end; i++) {
+        const int64_t token = (entry + 1 - parts) * a.every + i;
+        rows[i] = static_cast<const T*>(a.cache) + a.inputs_at + i / a.every * a.dim +
+                  slot_of(a.table, a.table_stride, a.block_size, sequence, token) * a.cache_stride;
+    }
+    const auto* bias = static_cast<const float*>(a.bias);
+    each_vector(0, a.dim, [&](int64_t c, auto n) KVIK_INLINED {
+        const auto gate = [&](int64_t i) KVIK_INLINED {
+            const float* added = bias + i % a.every * width + i / a.every * a.dim + c;
+            return add(load(rows[i] + width + c, n), load(added, n));
+        };
+        F32 most = broadcast(-INFINITY), weights = zero(), total = zero();
+        for (int64_t i = first; i < end; i++) most = max(most, gate(i));
+        for (int64_t i = first; i < end; i++) {
+            const F32 weight = exp(sub(gate(i), most));
+            weights = add(weights, weight);
+            total = fma(weight, load(rows[i] + c, n), total);
+        }
+        store(means + c, div(total, weights), n);
+    });
+    const float square = sum_of<true>(means, a.dim, 0.0f) / float(a.dim);
+    const W* gain = static_cast<const W*>(a.weight);
+    scale_row<false, T, W>(means, gain, nullptr, normed, a.dim, 0.0f, 1.0f / sqrtf(square + float(a.eps)));
+    const int64_t start = entry * a.every, position = start < a.last ? start : a.last;
+    const float* high = static_cast<const float*>(a.high) + position / a.low_rows * a.rope;
+    const float* low = static_cast<const float*>(a.low) + position % a.low_rows * a.rope;
+    for (int64_t j = 0; j < half; j++) {
+        rotation[j] = high[j] * low[j] - high[half + j] * low[half + j];
+        rotation[half + j] = high[j] * low[half + j] + high[half + j] * low[j];
+    }
+    const int64_t last = slot_of(a.entry_table, a.entry_table_stride, a.block_size, sequence, start + a.every - 1);
+    T* to = static_cast<T*>(a.entries) + last / a.entry_tokens * a.dim;
+    indexer::rotated_last(normed, a.dim, rotation, a.rope,
+                          [&](int64_t d, float value) KVIK_INLINED { indexer::put_number(to + d, value); });
+}
+
+template <class T>
+void make(const make_entries_args& a, Team& team) {
+    const auto* starts = static_cast<const int32_t*>(a.query_start_loc);
+    const auto* lengths = static_cast<const int32_t*>(a.seq_lens);
+    const auto first = [&](int64_t s) { return (lengths[s] - starts[s + 1] + starts[s]) / a.every; };
+    int64_t count = 0;
+    for (int64_t s = 0; s < a.num_seqs; s++) count += lengths[s] / a.every - first(s);
+    together(team, count, [&](Member& member) {
+        char* scratch = static_cast<char*>(member.scratch(making_bytes<T>(a)));
+        for (int64_t task; (task = member.next()) >= 0;) {
+            int64_t s = 0;
+            for (int64_t made; task >= (made = lengths[s] / a.every - first(s)); s++) task -= made;
+            if (a.weight_dtype == kF32)
+                make_entry<T, float>(a, s, first(s) + task, scratch);
+            else
+                make_entry<T, bf16>(a, s, first(s) + task, scratch);
+        }
+    });
+}
 
 // Computes queries, some heads at a time: groups of kRows, filled up with zeros.
 template <class T>
@@ -44,15 +138,16 @@ public:
         count = 0;
         pack(token, begin);
         for (int64_t at = seen > a.window ? seen - a.window : 0; at < seen; at++)
-            take(static_cast<const T*>(a.cache) + slot(a.table, a.table_stride, sequence, at) * a.cache_stride);
+            take(static_cast<const T*>(a.cache) +
+                 slot_of(a.table, a.table_stride, a.block_size, sequence, at) * a.cache_stride);
         const int64_t made = a.every ? seen / a.every : 0;
         const auto* chosen = a.chosen ? static_cast<const uint64_t*>(a.chosen) + token * a.chosen_stride : nullptr;
         for (int64_t first = 0; first < made; first += kTile) {
             uint64_t bits = chosen ? chosen[first / kTile] : paged::bits_between(0, made - first);
             for (; bits; bits &= bits - 1) {
                 const int64_t last = (first + __builtin_ctzll(bits) + 1) * a.every - 1;  // its last token
-                take(static_cast<const T*>(a.entries) +
-                     slot(a.entry_table, a.entry_table_stride, sequence, last) / a.entry_tokens * a.dim);
+                const int64_t at = slot_of(a.entry_table, a.entry_table_stride, a.block_size, sequence, last);
+                take(static_cast<const T*>(a.entries) + at / a.entry_tokens * a.dim);
             }
         }
         if (count) walk();
@@ -60,11 +155,6 @@ public:
     }
 
 private:
-    int64_t slot(const void* table, int64_t stride, int64_t sequence, int64_t at) const {
-        const int64_t block = static_cast<const int32_t*>(table)[sequence * stride + at / a.block_size];
-        return block * a.block_size + at % a.block_size;
-    }
-
     // Rotates queries, and empties their records.
     void pack(int64_t token, int64_t group) {
         std::memset(queries, 0, size_t(groups * kRows * a.dim) * sizeof(float));
@@ -183,6 +273,14 @@ void attend(const attend_entries_args& a, Team& team) {
 }
 
 }  // namespace over_entries
+
+void store_tokens(const store_tokens_args& a, Team& team) {
+    a.dtype == kF32 ? over_entries::store_tokens<float>(a, team) : over_entries::store_tokens<bf16>(a, team);
+}
+
+void make_entries(const make_entries_args& a, Team& team) {
+    a.dtype == kF32 ? over_entries::make<float>(a, team) : over_entries::make<bf16>(a, team);
+}
 
 void attend_entries(const attend_entries_args& a, Team& team) {
     a.dtype == kF32 ? over_entries::attend<float>(a, team) : over_entries::attend<bf16>(a, team);

@@ -50,6 +50,18 @@ def test_tokens_do_not_depend_on_when_entries_are_made(model, expected, column):
     checked_tokens(column, model, expected)
 
 
+OF_BITS = by_name(BITS, "prefix hits, chunks", "chunks of 5", "preemption, chunks", "two threads")
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["entries"])
+@pytest.mark.parametrize("format", ["bfloat16"])
+@pytest.mark.parametrize("column", OF_BITS, ids=named)
+def test_bits_do_not_depend_on_when_entries_are_made(model, one_at_a_time, format, column, caplog):
+    checked_bits(column, model, format, one_at_a_time)
+    assert not caplog.records  # every step was replayed
+
+
 OF_THE_CACHE = ("bfloat16", *(name for name in FORMATS if name.startswith("KV")))
 
 

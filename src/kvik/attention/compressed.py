@@ -9,14 +9,13 @@ A cache has these vectors of the tokens in the window, others have the entries. 
 its last token would be, in the place of `ENTRY_TOKENS` narrow tokens. So it depends only on tokens
 up to the end of its block, and a token that replaces a rejected draft makes the entry again.
 
-The cache is written by torch's operations on all devices. What is read is defined here, one token
-at a time; a CPU has native kernels for it (csrc/attention_entries.hpp). The result of a token does
-not depend on the rest of the step.
+Here all of this is defined in torch, one token at a time over the keys that it reads: the result of
+a token does not depend on the rest of the step. A CPU has native kernels for it
+(csrc/attention_entries.hpp).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,10 +35,14 @@ class EntryMaker:
     """Makes the entries of a layer, or the keys of its indexer."""
 
     bias: Tensor  # [every, channels of all vectors] fp32, added to the gates of an entry's tokens
-    norm: Callable[[Tensor], Tensor]
-    rotation_at: Callable[[Tensor], Tensor]  # positions [n] -> [n, rope]
+    weight: Tensor  # [dim], of RMSNorm
+    eps: float
+    # high, low, last: tables of rotary positions, as in `Ops.rotations`.
+    high: Tensor
+    low: Tensor
+    last: int
 
-    def __call__(self, inputs: Tensor, first: int, spec: CompressedSpec) -> Tensor:
+    def __call__(self, ops: Ops, inputs: Tensor, first: int, spec: CompressedSpec) -> Tensor:
         """Make entries from number `first` on.
 
         Args:
@@ -57,7 +60,8 @@ class EntryMaker:
             x, gates = (torch.cat(_of_neighbours(part), 1) for part in (x, gates))
         means = (x * gates.softmax(1)).sum(1).to(inputs.dtype)
         positions = (first + torch.arange(len(means), device=x.device)) * spec.every
-        return turned_last(self.norm(means)[:, None], self.rotation_at(positions))[:, 0]
+        rotation = ops.rotations(self.high, self.low, positions, self.last)
+        return turned_last(ops.rms_norm(means, self.weight, self.eps)[:, None], rotation)[:, 0]
 
 
 PADDED = (0, 0, 0, 0, 1, 0)  # one more entry before the others
@@ -123,7 +127,7 @@ def store_compressed(ops: Ops, of: AttendCompressed) -> None:
     ops.store_kv(rows, rows[..., :0], cache, cache[..., :0], layout.slot_mapping)
     if of.spec.every:
         for seq, length in enumerate(layout.num_scheduled):
-            _make_entries(of, seq, layout.contexts[seq] - length)
+            _make_entries(ops, of, seq, layout.contexts[seq] - length)
 
 
 def attend_compressed(of: AttendCompressed) -> Tensor:
@@ -160,7 +164,7 @@ def attend_compressed(of: AttendCompressed) -> Tensor:
     return turned_last(out, torch.cat((cos, -sin), 1)).to(of.q.dtype)
 
 
-def _make_entries(of: AttendCompressed, seq: int, cached: int) -> None:
+def _make_entries(ops: Ops, of: AttendCompressed, seq: int, cached: int) -> None:
     """Make the entries whose last tokens are after the first `cached` ones of a sequence."""
     layout, spec, first = of.layouts[0], of.spec, cached // of.spec.every
     end = layout.contexts[seq] // spec.every
@@ -173,7 +177,7 @@ def _make_entries(of: AttendCompressed, seq: int, cached: int) -> None:
     every = zip(of.makers, parts, of.entries, of.layouts[1:], strict=True)
     for maker, part, made, places in every:
         at = places.slots_of(seq, lasts) // ENTRY_TOKENS
-        made[at] = maker(part, first, spec).to(made.dtype)
+        made[at] = maker(ops, part, first, spec).to(made.dtype)
 
 
 class _Chooser:

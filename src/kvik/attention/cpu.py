@@ -21,7 +21,7 @@ from kvik.attention.base import (
     BackendCaps,
     LayerKV,
 )
-from kvik.attention.compressed import AttendCompressed, store_compressed
+from kvik.attention.compressed import AttendCompressed
 from kvik.attention.indexed import Choice, Indexed
 from kvik.attention.layout import StepLayout
 from kvik.kernels.cpu.native import Argument, Native
@@ -187,34 +187,64 @@ class CpuAttention(AttentionBackend):
     def run_compressed_by(self, ops: Ops, attend: AttendCompressed) -> Tensor:
         """Do the same as `run_compressed`, with other operations for products with the matrices of
         groups."""
-        store_compressed(self._ops, attend)
         of, layout, q = attend.spec, attend.layouts[0], attend.q
-        places: dict[str, Argument] = {
+        entries, dim, chosen = attend.entries, q.shape[2], None
+        turns: dict[str, Argument] = {"rotation": attend.rotation, "rope": of.rope}
+        cache: dict[str, Argument] = {
+            "cache": attend.tokens,
+            "table": layout.block_table,
             "block_size": layout.block_size,
-            "rotation": attend.rotation,
-            "rope": of.rope,
+            "every": of.every,
+            "entry_tokens": ENTRY_TOKENS,
+            "query_start_loc": layout.query_start_loc,
+            "seq_lens": layout.seq_lens,
+            "num_seqs": self.native.rows(layout.seq_lens),
         }
-        entries, chosen = attend.entries, None
+        self.native.launch(
+            "store_tokens",
+            k=attend.k,
+            inputs=attend.inputs,
+            cache=attend.tokens,
+            slot_mapping=layout.slot_mapping,
+            dim=dim,
+            **turns,
+        )
+        start = dim
+        for maker, made, places in zip(attend.makers, entries, attend.layouts[1:], strict=True):
+            self.native.launch(
+                "make_entries",
+                **cache,
+                inputs_at=start,
+                bias=maker.bias,
+                weight=maker.weight,
+                weight_dtype=maker.weight.dtype,
+                eps=maker.eps,
+                high=maker.high,
+                low=maker.low,
+                low_rows=maker.low.shape[0],
+                last=maker.last,
+                rope=of.rope,
+                entries=made,
+                entry_table=places.block_table,
+                overlap=of.overlap,
+                dim=made.shape[1],
+            )
+            start += 2 * maker.bias.shape[1]
         if attend.indexed is not None and of.index is not None:
-            shape = {"interleaved": True, "cache": entries[1], "dim": of.index.dim, **places}
+            shape = {"interleaved": True, "cache": entries[1], "dim": of.index.dim, **turns}
+            shape["block_size"] = layout.block_size
             indexed = *attend.indexed, of.index, attend.layouts[2]
             chosen = _bits(self._choose(*indexed, shape, of.every))
         out = self.native.empty(*q.shape, dtype=q.dtype)
         self.native.launch(
             "attend_entries",
             q=q,
-            **places,
-            cache=attend.tokens,
-            table=layout.block_table,
+            **turns,
+            **cache,
             entries=entries[0] if entries else None,
             entry_table=attend.layouts[1].block_table if entries else None,
-            every=of.every,
-            entry_tokens=ENTRY_TOKENS,
-            query_start_loc=layout.query_start_loc,
-            seq_lens=layout.seq_lens,
-            num_seqs=self.native.rows(layout.seq_lens),
             heads=q.shape[1],
-            dim=q.shape[2],
+            dim=dim,
             window=attend.window,
             chosen=chosen,
             scale=attend.scale,

@@ -465,7 +465,7 @@ class Footprint:
     def _taped(self) -> bool:
         """Whether a step runs as a tape of native kernels, without torch's."""
         unfused = self.adapters is not None and self.adapters.experts
-        return self.attention_backend == "cpu" and not unfused and not self.spec.compressed
+        return self.attention_backend == "cpu" and not unfused
 
     def activations(self, size: StepSize) -> int:
         """Peak of one step."""
@@ -675,21 +675,22 @@ class Footprint:
 
     def _compressing(self, size: StepSize) -> int:
         """Return the bytes that attention over entries takes in a layer in addition to other
-        attention (attention/compressed.py): what entries are made of, in fp32 with copies. Native
-        kernels also take a bit for each entry of each token, and the scores of some queries; torch
-        queries and results in fp32, rotated, the places of all tokens, and keys of the indexer, and
-        entries, in fp32."""
+        attention (attention/compressed.py): what entries are made of, and queries of the indexer.
+        Native kernels also take a bit for each entry of each token, and the scores of some queries;
+        torch copies of what entries are made of, queries and results in fp32, the places of all
+        tokens, and keys of the indexer, and entries, in fp32."""
         largest, keys, tokens = 0, size.max_model_len, size.max_num_batched_tokens
         dim, native = self.spec.head_dim, self.attention_backend == "cpu"
         for of in {layer.compressed for layer in self.spec.layers if layer.compressed}:
-            copied = 0 if native else 6 * self.spec.query_width
-            step = 4 * (copied + dim) + 2 * of.inputs(dim) * self._item
-            total = tokens * (step + 8 * 4 * of.inputs(dim))
-            total += 0 if native else keys * 8 * 4
-            index, entries = of.index, keys // (of.every or 1)
-            if native and index:
-                total += tokens * -(-entries // 8) + INDEX_ROWS * entries * 4
-            elif not native and of.every:
+            index, entries, inputs = of.index, keys // (of.every or 1), of.inputs(dim)
+            queries = index.heads * (index.dim + 1) if index else 0
+            total = tokens * (2 * inputs + queries) * self._item
+            if native:
+                total += tokens * -(-entries // 8) + INDEX_ROWS * entries * 4 if index else 0
+                largest = max(largest, total)
+                continue
+            total += tokens * 4 * (6 * self.spec.query_width + dim + 8 * inputs) + keys * 8 * 4
+            if of.every:
                 of_index = (index.dim + index.heads) * (4 + self._item) if index else 0
                 read = min(entries, index.top) if index else entries
                 total += entries * (of_index + CHOOSING_NUMBERS * 4) + read * dim * 3 * 4

@@ -989,11 +989,11 @@ class Builder(LayerBuilder):
                 checkpoint stores.
             sink_name: of the heads' learned sinks.
         """
-        tensor = partial(self._parameters.tensor, kind="bias")
-        rotation_at = self._ropes[rope, spec.rope].at
+        tensor, tables = partial(self._parameters.tensor, kind="bias"), self._ropes[rope, spec.rope]
+        turns = tables.high, tables.low, tables.end
         widths = [(1 + spec.overlap) * width for width in spec.dims(head_dim)]
         makers = tuple(
-            EntryMaker(tensor(self._name(name), (spec.every, width)), norm, rotation_at)
+            EntryMaker(tensor(self._name(name), (spec.every, width)), norm.weight, norm.eps, *turns)
             for name, norm, width in zip(biases, norms, widths, strict=True)
         )
         places = tuple((self._position_of[number], self._group_of[number]) for number in layers)

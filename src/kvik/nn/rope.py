@@ -32,7 +32,7 @@ class Rope:
         if device.type == "meta":  # torch has no kernels for this there, and would import sympy
             device = torch.device("cpu")
         self.ops = ops
-        self._end = max_model_len - 1
+        self.end = max_model_len - 1
         self._last = min(spec.most_keys or max_model_len, max_model_len) - 1
         # The tables of `Ops.rotations`, computed in fp64: fp32 leaves no fractional digits to an
         # angle of a million radians.
@@ -52,7 +52,7 @@ class Rope:
         Args:
             positions: [tokens] int64, below max_model_len.
         """
-        return self.ops.rotations(self.high, self.low, positions, self._end)
+        return self.ops.rotations(self.high, self.low, positions, self.end)
 
     def after_keys(self, positions: Tensor) -> Tensor:
         """Like `at`, for positions that count the keys a query sees (`RopeSpec.most_keys`)."""

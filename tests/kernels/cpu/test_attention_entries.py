@@ -58,7 +58,11 @@ class Texts:
         self.sinks = torch.randn(HEADS, generator=g)
         self.makers = tuple(
             EntryMaker(
-                torch.randn(spec.every, (1 + spec.overlap) * dim, generator=g), _same, _turns
+                torch.randn(spec.every, (1 + spec.overlap) * dim, generator=g),
+                torch.rand(dim, generator=g).to(dtype),
+                1e-5,
+                *(_turns(16 * torch.arange(32)), _turns(torch.arange(16))),
+                last=400,
             )
             for dim in dims
         )
@@ -119,10 +123,6 @@ class Texts:
             contexts=tuple(map(sum, spans)),
             block_size=self.block_size,
         )
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 def _turns(positions: Tensor) -> Tensor:
