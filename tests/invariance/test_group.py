@@ -25,7 +25,7 @@ from helpers.matrix import (
 from helpers.optional_native import needs_native
 from helpers.stored_models import CONFIGS as STORED
 from helpers.stored_models import SIZES, save_quantised
-from helpers.tiny_models import IN_BLOCKS, save_tiny, tokens
+from helpers.tiny_models import COMPRESSED, IN_BLOCKS, save_tiny, tokens
 from helpers.untrained_heads import save_heads
 from safetensors.torch import load_file, save_file
 
@@ -112,7 +112,7 @@ CASES += [("adapted capped", "bfloat16", BY_NAME["tp2 pp2, preemption, chunks"])
 CASES += [(name, "int4", BY_NAME["pp2"]) for name in ("chunked", "latent", "indexed")]
 CASES += [
     (model, "bfloat16", BY_NAME[name])
-    for model in ("indexed", "blocks")
+    for model in ("indexed", "blocks", "entries")
     for name in ("tp2", "tp2 pp2, preemption, chunks", "pp2, hits, chunks", "tp2, memory tier")
 ]
 CASES += [
@@ -165,6 +165,7 @@ FAMILIES: dict[str, dict[str, object]] = {
         **{"num_attention_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16},
     },
     "MiniMaxM3VL": IN_BLOCKS,
+    "DeepseekV4": {**COMPRESSED, "o_groups": 4},
     "HYV4": {
         **CALIBRATED["HYV4"],
         **{"num_attention_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16},
@@ -221,6 +222,7 @@ EXPERTS = (
     "KimiLinear",
     "HYV4",
     "MiniMaxM3VL",
+    "DeepseekV4",
     "BailingHybrid",
     "Step3p7",
     "Laguna",

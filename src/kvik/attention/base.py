@@ -324,14 +324,22 @@ class AttentionBackend:
         return attend.up.to_values(self._ops, means)
 
     def run_compressed(self, attend: AttendCompressed) -> Tensor:
-        """Write what this step adds to the caches of a layer, then attend over its window and its
-        entries.
+        """Attend over a window and over entries, and multiply the results of each group of heads.
 
         Returns:
             [tokens, groups, group_rank].
         """
+        return attend.grouped(self._ops, self.over_entries(attend))
+
+    def over_entries(self, attend: AttendCompressed) -> Tensor:
+        """Write what this step adds to the caches of a layer, then attend over its window and its
+        entries.
+
+        Returns:
+            [tokens, heads, head_dim].
+        """
         store_compressed(self._ops, attend)
-        return attend.grouped(self._ops, attend_compressed(attend))
+        return attend_compressed(attend)
 
     def choose(self, of: Indexed, kv: LayerKV, layout: StepLayout) -> Choice:
         """Write the keys of a layer's indexer into the cache, and return which keys each token

@@ -181,12 +181,7 @@ class CpuAttention(AttentionBackend):
         )
         return [chosen]
 
-    def run_compressed(self, attend: AttendCompressed) -> Tensor:
-        return self.run_compressed_by(self._ops, attend)
-
-    def run_compressed_by(self, ops: Ops, attend: AttendCompressed) -> Tensor:
-        """Do the same as `run_compressed`, with other operations for products with the matrices of
-        groups."""
+    def over_entries(self, attend: AttendCompressed) -> Tensor:
         of, layout, q = attend.spec, attend.layouts[0], attend.q
         entries, dim, chosen = attend.entries, q.shape[2], None
         turns: dict[str, Argument] = {"rotation": attend.rotation, "rope": of.rope}
@@ -251,7 +246,7 @@ class CpuAttention(AttentionBackend):
             sinks=attend.sinks,
             out=out,
         )
-        return attend.grouped(ops, out)
+        return out
 
     def _attend(
         self,

@@ -195,7 +195,8 @@ class GroupAttention(DividedHeads):
     def run_compressed(self, attend: AttendCompressed) -> Tensor:
         groups = attend.spec.groups
         part = attend.of_groups(*share_of(groups, self._group.rank, self._group.size))
-        return self._all_heads(self._native.run_compressed_by(self._ops, part), groups)
+        results = part.grouped(self._ops, self._native.over_entries(part))
+        return self._all_heads(results, groups)
 
     def _all_heads(self, part_out: Tensor, heads: int) -> Tensor:
         """Return the results of all heads, or groups of heads: [tokens, those of this process, dim]

@@ -13,10 +13,15 @@ from torch import Tensor
 from kvik.attention.base import AttentionBackend
 from kvik.attention.compressed import AttendCompressed, EntryMaker
 from kvik.attention.layout import StepLayout
+from kvik.kernels.weights import Matrix, MatrixSpec, float_kind
 from kvik.spec.kv import ENTRY_TOKENS, CompressedSpec, IndexSpec
 
 HEADS, DIM, ROPE, WINDOW = 6, 48, 8, 24  # a group of heads is not full, and a part of the columns
 PLAIN = CompressedSpec(1, ROPE, 1, 1)
+FLOAT = torch.float32
+UNUSED = Matrix(
+    MatrixSpec(float_kind(FLOAT), 1, 1, False, None, FLOAT, torch.device("cpu")), None, None
+)
 INDEX = IndexSpec(5, 40, 9, interleaved=True)
 SPECS = {
     "window": PLAIN,
@@ -85,7 +90,7 @@ class Texts:
         ]
         q, k, inputs, index_q, weights = (part.to(self.dtype) for part in parts[:5])
         spec, angles = self.spec, parts[5]
-        return backend.run_compressed(
+        return backend.over_entries(
             AttendCompressed(
                 q=q.view(-1, HEADS, DIM),
                 k=k,
@@ -101,6 +106,8 @@ class Texts:
                 window=WINDOW,
                 scale=0.2,
                 sinks=self.sinks,
+                down=UNUSED,
+                local_heads=False,
             )
         )
 
