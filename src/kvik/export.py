@@ -11,7 +11,6 @@ import torch
 from kvik.attention.reference import ReferenceAttention
 from kvik.core.sampling_params import SamplingParams
 from kvik.errors import ModelError
-from kvik.files import is_gguf
 from kvik.gguf.export import FILE_TYPES, model_metadata, token_id_metadata, tokenizer_metadata
 from kvik.gguf.facts import KEYS, sampling_metadata
 from kvik.gguf.reader import Buffer, OutTensor, Scalar, write_gguf
@@ -84,7 +83,7 @@ def plan_export(path: Path, type: str, adapter: Path | None = None) -> Export:
         reason = f"is stored quantised ({spec.quantization}): export the floats it was made from"
         raise ModelError("model", reason)
     metadata = {
-        **model_metadata(spec, path.stem if is_gguf(path) else path.name, type),
+        **model_metadata(spec, files.name(), type),
         **_tokenizer(files, spec),
         **token_id_metadata(spec),
         **sampling_metadata(_recommended(files.default_params())),

@@ -11,7 +11,7 @@ from kvik.config.model_source import DESCRIPTION, MODULE
 from kvik.core.sampling_params import MIN_TEMPERATURE, PARAMETERS, SamplingParams
 from kvik.errors import ModelError, ParamError
 from kvik.files import is_gguf
-from kvik.gguf.facts import gguf_model_spec, model_config, sampling_config
+from kvik.gguf.facts import MODEL_NAME, gguf_model_spec, model_config, sampling_config
 from kvik.gguf.reader import read_gguf
 from kvik.gguf.tokenizer import has_tokenizer, read_tokenizer
 from kvik.models.model_spec import ModelSpec, read_model_spec
@@ -32,6 +32,10 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+
+    def name(self) -> str:
+        """Return what the model is called: the folder's name, or what the GGUF file says."""
+        return self._path.name
 
     def spec(self) -> ModelSpec:
         return read_model_spec(self._path)
@@ -69,6 +73,9 @@ class Gguf:
 
     def __init__(self, path: Path) -> None:
         self._file = read_gguf(path)
+
+    def name(self) -> str:
+        return self._file.metadata.string(MODEL_NAME, self._file.path.stem)
 
     def spec(self) -> ModelSpec:
         return gguf_model_spec(self._file)

@@ -17,6 +17,7 @@ from kvik.gguf.facts import (
     FULL_INTERVAL,
     GATING,
     LATENT_RANK,
+    MODEL_NAME,
     PARALLEL,
     RECURRENT,
     RECURRENT_LAYERS,
@@ -185,7 +186,7 @@ def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Entry]:
     metadata: dict[str, Entry] = {
         "general.architecture": architecture,
         "general.type": "model",
-        "general.name": name,
+        MODEL_NAME: name,
         "general.file_type": FILE_TYPES[type].code,
         "general.quantization_version": 2,
         **{f"{architecture}.{key}": value for key, value in facts.items() if value is not None},

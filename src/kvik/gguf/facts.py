@@ -189,6 +189,7 @@ ENDS = (
 )
 
 
+MODEL_NAME = "general.name"
 NAME = "general.architecture"
 
 
