@@ -37,7 +37,7 @@ def prompts(tmp_path: Path) -> Path:
         '"Once upon a time"',
         "[1, 400, 5]",
         "",
-        '{"prompt": "The king", "max_tokens": 3, "priority": 2}',
+        '{"prompt": "The king", "max_tokens": 3, "priority": 2, "logit_bias": {"300": 100}}',
         '{"messages": [{"role": "user", "content": "Hi"}], "n": 2}',
     ]
     path.write_text("\n".join(lines) + "\n")
@@ -52,6 +52,7 @@ def test_each_line_is_a_request_with_its_own_parameters(prompts: Path, command: 
         line: [len(c["token_ids"]) for c in one["completions"]] for line, one in found.items()
     }
     assert counts == {1: [6], 2: [6], 4: [3], 5: [6, 6]}
+    assert found[4]["completions"][0]["token_ids"] == [300] * 3
     with LLM(device="cpu", threads=1, max_model_len=128) as llm:
         params = llm.default_params.with_changes(temperature=0, max_tokens=6, ignore_eos=True)
         for line, prompt in ((1, "Once upon a time"), (2, [1, 400, 5])):

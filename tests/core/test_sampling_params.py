@@ -30,6 +30,8 @@ ONLY_IN_PYTHON: dict[str, list[Any]] = {
         {1: 10**400},
         {True: 1.0},
         {-1: 0.0},
+        {"-1": 0.0},
+        {"9" * 5000: 0.0},
         dict.fromkeys(range(4097), 0.0),
     ],
     "allowed_token_ids": [(), (-1,), {1}, (HUGE,)],
@@ -112,10 +114,12 @@ def test_numbers_of_other_types_become_those_of_python() -> None:
     """Only those can be sent to the engine's process."""
     integers = {"seed": np.int64(5), "max_tokens": np.int32(7), "n": np.uint8(2)}
     numbers = {"temperature": np.float32(0.5), "top_p": np.float64(0.5), "min_p": Fraction(1, 2)}
-    params = SamplingParams(**integers, **numbers, logit_bias={np.int64(3): np.float16(1)})
+    bias = {np.int64(3): np.float16(1), "7": 1.0}  # names in a JSON object are strings
+    params = SamplingParams(**integers, **numbers, logit_bias=bias)
     assert [type(getattr(params, name)) for name in integers] == [int] * 3
     assert [type(getattr(params, name)) for name in numbers] == [float] * 3
-    assert [(type(key), type(bias)) for key, bias in params.logit_bias.items()] == [(int, float)]
+    pairs = [(type(key), type(value)) for key, value in params.logit_bias.items()]
+    assert pairs == [(int, float)] * 2
     with pytest.raises(ParamError, match="seed"):
         SamplingParams(seed=np.bool_(True))
 

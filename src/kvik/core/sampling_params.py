@@ -8,6 +8,7 @@ declaration (`PARAMETERS`).
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -66,7 +67,8 @@ class TokenIds(Kind):
 
 
 class LogitBias(Kind):
-    """Token ids and what is added to their logits."""
+    """Token ids and what is added to their logits. An id may be a string of digits, as the names in
+    a JSON object are."""
 
     expects = "ID:BIAS pairs separated by commas"
     metavar = "ID:BIAS,.."
@@ -84,7 +86,13 @@ class LogitBias(Kind):
         if not isinstance(value, Mapping):
             raise ValueError("must map token ids to numbers")
         _check_length(value)
-        return {TOKEN_ID.checked(token): BIAS.checked(bias) for token, bias in value.items()}
+        return {self._token(token): BIAS.checked(bias) for token, bias in value.items()}
+
+    @staticmethod
+    def _token(token: object) -> int:
+        if isinstance(token, str) and re.fullmatch(r"[0-9]{1,10}", token):
+            token = int(token)
+        return TOKEN_ID.checked(token)
 
 
 @dataclass(frozen=True)
