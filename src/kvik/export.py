@@ -96,6 +96,11 @@ def plan_export(path: Path, type: str, adapter: Path | None = None) -> Export:
     return Export({**metadata, **gguf_numbers(checkpoint, spec)}, tensors)
 
 
+def check_fit(path: Path) -> None:
+    """Raise ModelError if a folder or file lacks weights of its model or has others. None is read."""
+    _check(model_files(path).spec(), open_weights(path))
+
+
 def _check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
     """Raise ModelError if the checkpoint does not fit a model whose weights are declared and never
     loaded."""

@@ -95,6 +95,21 @@ def test_the_folder_is_required(command: Command) -> None:
     assert command.refusal("quantize", "-o") == "--output: expected one argument"
 
 
+@pytest.mark.parametrize("fault", ["lack 'lm_head.weight'", "hold 'x.weight', unknown"])
+def test_weights_that_the_model_does_not_have(fault: str, tmp_path: Path, command: Command) -> None:
+    """They would not be found out before the output is loaded."""
+    save_tiny(tmp_path / "m", "Llama")
+    weights = load_file(tmp_path / "m/model.safetensors")
+    head = weights.pop("lm_head.weight")
+    if "x.weight" in fault:
+        weights |= {"lm_head.weight": head, "x.weight": head[0].clone()}
+    save_file(weights, tmp_path / "m/model.safetensors", {"format": "pt"})
+    words = ["quantize", str(tmp_path / "m"), "-o", str(tmp_path / "out"), "--method", "rtn"]
+    error = command.refusal(*words, *FAST)
+    assert f"its weights {fault}" in error
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("method", ["rtn", "fp8"])
 def test_weights_that_are_not_finite(method: str, tmp_path: Path, command: Command) -> None:
     save_tiny(tmp_path / "model", "Llama")

@@ -227,6 +227,7 @@ def build_parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     import torch
 
+    from kvik.export import check_fit
     from kvik.launch import find_device
     from kvik.quantize.save import Output, check_folder, check_request, quantise_folder
     from kvik.quantize.source import open_source
@@ -235,6 +236,7 @@ def run(arguments: argparse.Namespace) -> int:
     running = {name: value for name, value in options.items() if name in RUNNING}
     check_folder(arguments.output)  # before a model is downloaded
     source = open_source(find_model(arguments.model))
+    check_fit(source.folder)  # else the output could not be loaded
     config = EngineConfig(model=str(source.folder), **running)
     device = torch.device(find_device(config.device))
     recipe = _recipe(RecipeOptions(**given_options(RecipeOptions, arguments)), source)
