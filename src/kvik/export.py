@@ -97,7 +97,7 @@ def plan_export(path: Path, type: str, adapter: Path | None = None) -> Export:
 
 
 def check_fit(path: Path) -> None:
-    """Raise ModelError if a folder or file lacks weights of its model or has others. None is read."""
+    """Raise ModelError if a folder or file lacks weights of its model or has others; reads none."""
     _check(model_files(path).spec(), open_weights(path))
 
 
