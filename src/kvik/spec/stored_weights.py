@@ -341,11 +341,11 @@ class StoredScheme:
 
 def stored_names(name: str) -> tuple[str, ...]:
     """Return the forms of a declared name in checkpoints: unchanged; without its first component,
-    as in files of the bare trunk; or with the first two components swapped, as in newer files of
-    models that read images."""
+    as in files of the bare trunk; or, in newer files of models that read images, with the first two
+    components swapped, or a further one after the first."""
     first, _, rest = name.partition(".")
     second, _, tail = rest.partition(".")
-    return name, rest, f"{second}.{first}.{tail}"
+    return name, rest, f"{second}.{first}.{tail}", f"{first}.language_model.{rest}"
 
 
 @dataclass(frozen=True, slots=True)
