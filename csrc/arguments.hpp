@@ -372,10 +372,11 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 
 #define KVIK_KERNELS(K)                                                                  \
     K(rms_norm) K(layer_norm) K(activate) K(xielu) K(scaled) K(clipped) K(softcap)       \
-    K(add) K(rescaled) K(activate_top) K(weighted_sums) K(stream_weights)                                  \
+    K(add) K(rescaled) K(activate_top) K(weighted_sums) K(stream_weights)                \
     K(gather_rows) K(rotations) K(rotary) K(gated) K(causal_conv) K(recurrence)          \
     K(store_kv) K(store_latent) K(load_kv) K(move_kv) K(keep_queries) K(store_index)     \
-    K(choose_keys) K(store_tokens) K(make_entries) K(attend_entries) K(attention) K(linear) K(linear_each) K(route) K(experts)             \
+    K(choose_keys) K(store_tokens) K(make_entries) K(attend_entries) K(attention)        \
+    K(linear) K(linear_each) K(route) K(experts)                                         \
     K(pack_matrix) K(matrix_rows) K(largest)                                             \
     K(penalize) K(mask) K(draw) K(probabilities) K(exchange)                             \
     K(read_memory) K(peak_f32) K(peak_bf16) K(peak_i8)
