@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from helpers.attention_backends import PARENTS, STEPS, from_bits, seen_by_token, tree_words
 from torch import Tensor
@@ -22,6 +25,28 @@ SPECS = {
 }
 TREE = tree_words(PARENTS)
 CASES = {**STEPS, "tree": [(20, 1), (33, len(TREE))], "long": [(1500, 1), (0, 70), (1100, 5)]}
+
+
+def layout_of(
+    tables: Sequence[Tensor], spans: Sequence[tuple[int, int]], block_size: int
+) -> StepLayout:
+    """Return the layout of a step with the blocks and the (cached, new) tokens of each sequence."""
+    table = torch.zeros(len(spans), max(map(len, tables)), dtype=torch.int32)
+    slots = []
+    for row, blocks, (cached, new) in zip(table, tables, spans, strict=True):
+        row[: len(blocks)] = blocks
+        at = torch.arange(cached, cached + new)
+        slots.append(blocks[at // block_size].long() * block_size + at % block_size)
+    counts = [new for _, new in spans]
+    return StepLayout(
+        query_start_loc=torch.tensor([0, *counts]).cumsum(0).int(),
+        seq_lens=torch.tensor([sum(span) for span in spans], dtype=torch.int32),
+        block_table=table,
+        slot_mapping=torch.cat(slots),
+        num_scheduled=tuple(counts),
+        contexts=tuple(map(sum, spans)),
+        block_size=block_size,
+    )
 
 
 class Texts:
@@ -54,22 +79,10 @@ class Texts:
         Args:
             spans: (cached, new) tokens. words: of the tree in the last sequence.
         """
-        table = torch.zeros(len(spans), max(map(len, self.tables)), dtype=torch.int32)
-        slots = []
-        for row, blocks, (cached, new) in zip(table, self.tables, spans, strict=True):
-            row[: len(blocks)] = blocks
-            at = torch.arange(cached, cached + new)
-            slots.append(blocks[at // BLOCK].long() * BLOCK + at % BLOCK)
-        counts = [new for _, new in spans]
-        in_tree = (*[0] * (sum(counts) - len(words)), *words) if words else ()
-        layout = StepLayout(
-            query_start_loc=torch.tensor([0, *counts]).cumsum(0).int(),
-            seq_lens=torch.tensor([sum(span) for span in spans], dtype=torch.int32),
-            block_table=table,
-            slot_mapping=torch.cat(slots),
-            num_scheduled=tuple(counts),
-            contexts=tuple(map(sum, spans)),
-            block_size=BLOCK,
+        num_tokens = sum(new for _, new in spans)
+        in_tree = (*[0] * (num_tokens - len(words)), *words) if words else ()
+        layout = replace(
+            layout_of(self.tables, spans, BLOCK),
             tree=torch.tensor(in_tree) if in_tree else None,
             tree_words=in_tree,
         )

@@ -174,8 +174,8 @@ def _make_entries(ops: Ops, of: AttendCompressed, seq: int, cached: int) -> None
     inputs = of.tokens[layout.slots_of(seq, tokens), of.k.shape[1] :]
     parts = inputs.split([2 * maker.bias.shape[1] for maker in of.makers], 1)
     lasts = range((first + 1) * spec.every - 1, end * spec.every, spec.every)  # tokens
-    every = zip(of.makers, parts, of.entries, of.layouts[1:], strict=True)
-    for maker, part, made, places in every:
+    layouts = of.layouts[1:]
+    for maker, part, made, places in zip(of.makers, parts, of.entries, layouts, strict=True):
         at = places.slots_of(seq, lasts) // ENTRY_TOKENS
         made[at] = maker(ops, part, first, spec).to(made.dtype)
 

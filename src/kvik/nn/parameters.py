@@ -31,6 +31,7 @@ from kvik.nn.parts import (
     head_rows,
     rows_to_read,
 )
+from kvik.spec.declare import whole_name
 from kvik.spec.shares import Between
 from kvik.spec.stored_weights import StoredQuantization, StoredScheme
 from kvik.spec.weights import matrix_kind
@@ -86,7 +87,7 @@ class LayerNames:
     @property
     def layers(self) -> list[str]:
         """Their whole names."""
-        return [".".join(filter(None, (self.scope, name))) for name in self.names]
+        return [whole_name(self.scope, name) for name in self.names]
 
     @property
     def matrix(self) -> str:

@@ -1068,7 +1068,12 @@ class LayerBuilder:
         self._listed.others.append(other)
 
     def _name(self, name: str) -> str:
-        return ".".join(filter(None, (self._scope, name)))
+        return whole_name(self._scope, name)
+
+
+def whole_name(scope: str, name: str) -> str:
+    """Return the whole name of a layer or tensor in a scope; "": none."""
+    return ".".join(filter(None, (scope, name)))
 
 
 def describe(make: Callable[[ModelFacts, LayerBuilder], Network], spec: ModelFacts) -> Declaration:

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.attention_backends import make_backend
+from helpers.indexed import layout_of
 from helpers.native import FLOATS, Runtime, runtimes
 from torch import Tensor
 
 from kvik.attention.base import AttentionBackend
 from kvik.attention.compressed import AttendCompressed, EntryMaker
-from kvik.attention.layout import StepLayout
 from kvik.kernels.weights import Matrix, MatrixSpec, float_kind
 from kvik.spec.kv import ENTRY_TOKENS, CompressedSpec, IndexSpec
 
@@ -101,7 +101,8 @@ class Texts:
                 makers=self.makers,
                 caches=self.caches,
                 layouts=tuple(
-                    self._layout(tables, spans) for tables in self.tables[: len(self.caches)]
+                    layout_of(tables, spans, self.block_size)
+                    for tables in self.tables[: len(self.caches)]
                 ),
                 window=WINDOW,
                 scale=0.2,
@@ -109,26 +110,6 @@ class Texts:
                 down=UNUSED,
                 local_heads=False,
             )
-        )
-
-    def _layout(self, tables: tuple[Tensor, ...], spans: list[tuple[int, int]]) -> StepLayout:
-        table = torch.zeros(len(spans), max(map(len, tables)), dtype=torch.int32)
-        slots = []
-        for row, blocks, (cached, new) in zip(table, tables, spans, strict=True):
-            row[: len(blocks)] = blocks
-            at = torch.arange(cached, cached + new)
-            slots.append(
-                blocks[at // self.block_size].long() * self.block_size + at % self.block_size
-            )
-        counts = [new for _, new in spans]
-        return StepLayout(
-            query_start_loc=torch.tensor([0, *counts]).cumsum(0).int(),
-            seq_lens=torch.tensor([sum(span) for span in spans], dtype=torch.int32),
-            block_table=table,
-            slot_mapping=torch.cat(slots),
-            num_scheduled=tuple(counts),
-            contexts=tuple(map(sum, spans)),
-            block_size=self.block_size,
         )
 
 
