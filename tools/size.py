@@ -14,14 +14,14 @@ from pathlib import Path
 SOURCES = Path(__file__).parents[1] / "src"
 # Lines of Python with comments and docstrings, of 2026-11-30. "": files outside folders.
 BUDGETS = {
-    "attention": 2540,
+    "attention": 2610,
     "cli": 5220,
-    "config": 5520,
+    "config": 5540,
     "core": 6810,
     "engine": 5440,
     "evaluate": 750,
     "gguf": 2670,
-    "kernels": 11260,
+    "kernels": 11930,
     "kvik_bench": 9720,
     "lang": 660,
     "models": 9990,

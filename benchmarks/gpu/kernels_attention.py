@@ -1,5 +1,6 @@
 """Attention over the paged cache: shares of bandwidth (decode) and of the tensor cores (prefill).
-Also latent attention, which no model has yet: bound by bandwidth with few heads, by both with many.
+Also latent attention: bound by bandwidth with few heads, by both with many; and over the keys that
+an indexer chooses, with the choice.
 
 Heads of Llama-3-8B: 32 of queries, 8 of keys, head_dim 128. The minimum work: a decode reads the
 keys and values of every sequence once, and its queries, and writes its results; a prefill has
@@ -18,10 +19,13 @@ from place import DEVICE, sized
 from steps import BLOCK_SIZE, Heads, cache, layout, token_bytes
 
 from kvik.attention.fresh_prompts import FreshPrompts
-from kvik.attention.triton import TritonAttention
+from kvik.attention.triton import TritonAttention, places_of
 from kvik.kernels.torch_ops import TORCH
+from kvik.kernels.triton.attention_chosen import ListedRows, attend_rows
 from kvik.kernels.triton.attention_mla import latent_attention
 from kvik.kernels.triton.attention_paged import PagedCache, PagedStep, Scoring, paged_attention
+from kvik.kernels.triton.indexer import choose
+from kvik.spec.kv import SCORES
 
 HEADS = sized(Heads(), Heads(4, 2, 32))
 SCALE = HEADS.dim**-0.5
@@ -29,10 +33,12 @@ FORMATS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int
 DECODES = sized(((64, 8192), (1, 32768), (256, 1024)), ((2, 33),))
 # Heads of DeepSeek-V2-Lite and DeepSeek-V2 (128); widths of a key's latent and rotated parts.
 LATENT_HEADS, LATENT = sized((((16, "read"), (128, "bf16")), (512, 64)), (((4, "read"),), (32, 16)))
-WHOLE = "prefill 8k"
+# Of DeepSeek V3.2: heads of the indexer and their width, keys that a query reads, heads.
+INDEX, TOP, READERS = sized(((64, 128), 2048, 128), ((4, 16), 16, 4))
+WHOLE, CHUNK = "prefill 8k", "chunk of 2k behind 6k"
 PREFILLS = {
     WHOLE: sized((0, 8192), (0, 80)),
-    "chunk of 2k behind 6k": sized((6144, 2048), (10, 70)),
+    CHUNK: sized((6144, 2048), (10, 70)),
 }
 
 
@@ -59,6 +65,8 @@ def measure(notes: Notes, time: Timer = timed) -> None:
     for heads, ceiling in LATENT_HEADS:
         name = f"latent decode, {heads} heads"
         parts[name] = partial(_latent_decode, notes, time, name, heads, ceiling)
+    for name in ("decodes", "prompt"):
+        parts[f"choice, {name}"] = partial(_chosen, notes, time, name)
     for name, part in parts.items():  # each in its first place
         notes.attempt(name, part)
 
@@ -93,6 +101,34 @@ def _latent_decode(notes: Notes, time: Timer, name: str, heads: int, ceiling: st
     operations = 2.0 * keys * heads * (2 * latent + rope)
     done = {"moved": moved} if ceiling == "read" else {"operations": operations}
     notes.rate(name, found.seconds, ceiling, **done, captured=found.captured)
+
+
+def _chosen(notes: Notes, time: Timer, name: str) -> None:
+    """Time the choice of keys, and attention over them."""
+    batch, context = DECODES[0]
+    spans = [(context - 1, 1)] * batch if name == "decodes" else [PREFILLS[CHUNK]]
+    planned, blocks = layout(spans)
+    at, tokens = places_of(planned), sum(new for _, new in spans)
+    seen = sum(new * cached + new * (new + 1) // 2 for cached, new in spans)
+    heads, dim = INDEX
+    q, keys, weights = (
+        torch.randn(*shape, device=DEVICE).bfloat16()
+        for shape in ((tokens, heads * dim), (blocks * BLOCK_SIZE, dim), (tokens, heads))
+    )
+    choice = choose(q, weights, keys, at, heads, TOP, SCORES // at.longest)
+    found = time([lambda: choose(q, weights, keys, at, heads, TOP, SCORES // at.longest)])
+    operations = 2.0 * seen * heads * dim
+    notes.rate(f"choice, {name}", found.seconds, "bf16", operations=operations)
+    latent, rope = LATENT
+    width = latent + rope
+    rows = ListedRows(
+        torch.randn(blocks * BLOCK_SIZE, width, device=DEVICE).bfloat16(), at, *choice
+    )
+    both = torch.randn(tokens, READERS, width, device=DEVICE).bfloat16().split(LATENT, 2)
+    queries = [new for _, new in spans]
+    found = time([lambda: attend_rows(*both, rows, None, SCALE, None, queries)])
+    operations = 2.0 * int(choice[1].sum()) * READERS * (width + latent)
+    notes.rate(f"chosen keys, {name}", found.seconds, "bf16", operations=operations)
 
 
 def _prefill(notes: Notes, time: Timer, name: str, format: str) -> None:

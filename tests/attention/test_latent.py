@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.attention_backends import KV_FORMATS, NAMES, STEPS, as_bits, make_backend
+from helpers.attention_backends import KV_FORMATS, NAMES, STEPS, chosen_by, make_backend
 from helpers.kernel_cases import filled_matrix
 from helpers.optional_triton import NO_TRITON, TRITON, device
 from torch import Tensor
@@ -33,15 +33,10 @@ CASES = {**STEPS, "tree": [(20, 1), (33, 4)]}
 
 def backend_of(name: str) -> AttentionBackend:
     """Return a backend; of "triton+sdpa", torch takes fresh prompts of 5 tokens and more."""
-    if not name.startswith("triton"):
-        return make_backend(name)
-    if not TRITON:
-        pytest.skip(NO_TRITON)
-    from kvik.attention.triton import TritonAttention
-    from kvik.kernels.triton.ops import triton_ops
-
-    prompts = FreshPrompts(5, padded=8) if name == "triton+sdpa" else None
-    return TritonAttention(triton_ops(device()), prompts)
+    backend: Any = make_backend(name.removesuffix("+sdpa"))
+    if name == "triton+sdpa":
+        backend.prompts = FreshPrompts(5, padded=8)
+    return backend
 
 
 def weights() -> tuple[Tensor, Tensor]:
@@ -132,9 +127,7 @@ class Sequences:
         up, k_rope = up_of(backend._ops, self.where), k_rope[:, None]
         chosen: Choice | None = None
         if choice is not None:
-            chosen = [[places.to(self.where)] for places in choice]
-            if backend.caps.name == "cpu":
-                chosen = [as_bits(choice, layout)]
+            chosen = chosen_by(backend, choice, layout)
         out = backend.run_latent(
             AttendLatent(q, q_rope, latent, k_rope, up, self.kv, metadata, spec, rotation, chosen)
         )
@@ -225,7 +218,7 @@ def check(found: list[Tensor], expected: list[Tensor], format: str) -> None:
     [
         *product(NAMES, ("mixed", "tree"), ("fp32", "int8")),
         *(("cpu", "mixed", format) for format in ("fp8", "bf16") if "cpu" in NAMES),
-        ("triton", "decode", "fp32"),
+        *(("triton", case, "fp32") for case in ("mixed", "tree")),
     ],
 )
 def test_only_chosen_keys_are_read(name: str, case: str, format: str) -> None:

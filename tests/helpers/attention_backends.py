@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar
 
+import pytest
 import torch
 from helpers.optional_native import NATIVE
+from helpers.optional_triton import NO_TRITON, TRITON, device
 
 from kvik.attention.base import AttentionBackend
 from kvik.attention.indexed import places_seen
@@ -25,8 +28,18 @@ KV_FORMATS = {
 }
 
 
+WITH_TRITON = (*NAMES, "triton")
+
+
 def make_backend(name: str, threads: int = 1, isa: str | None = None) -> AttentionBackend:
     """Return a backend. threads, isa: of the native kernels."""
+    if name == "triton":
+        if not TRITON:
+            pytest.skip(NO_TRITON)
+        from kvik.attention.triton import TritonAttention
+        from kvik.kernels.triton.ops import triton_ops
+
+        return TritonAttention(triton_ops(device()))
     if name == "cpu":
         from kvik.attention.cpu import CpuAttention
         from kvik.kernels.cpu.native import Native
@@ -52,6 +65,21 @@ def one_sequence(
     )
 
 
+Of = TypeVar("Of")
+
+
+def placed(of: Of, backend: AttentionBackend) -> Of:
+    """Return the same with all tensors where a backend computes."""
+    if isinstance(of, torch.Tensor):
+        return of.to(device()) if backend.caps.name == "triton" else of  # type: ignore[return-value]
+    if isinstance(of, tuple):
+        return tuple(placed(each, backend) for each in of)  # type: ignore[return-value]
+    if not is_dataclass(of):
+        return of
+    names = [field.name for field in fields(of)]
+    return replace(of, **{name: placed(getattr(of, name), backend) for name in names})  # type: ignore[type-var]
+
+
 def seen_by_token(layout: StepLayout) -> list[torch.Tensor]:
     """Return the places in its sequence of the keys that each token sees."""
     starts = enumerate(layout.query_start_loc[:-1].tolist())
@@ -72,6 +100,27 @@ def as_bits(choice: list[torch.Tensor], layout: StepLayout) -> torch.Tensor:
     for row, seen, places in zip(bits, seen_by_token(layout), choice, strict=True):
         row[: len(seen)] = torch.isin(seen, places)
     return (bits.view(len(choice), -1, 64) << torch.arange(64)).sum(2)
+
+
+def chosen_by(
+    backend: AttentionBackend, choice: list[torch.Tensor], layout: StepLayout
+) -> list[Any]:
+    """Return as a choice of a backend for all heads the places that each token reads."""
+    if backend.caps.name == "cpu":
+        return [as_bits(choice, layout)]
+    if backend.caps.name != "triton":
+        return [[places] for places in choice]
+    places = torch.nn.utils.rnn.pad_sequence(choice, batch_first=True, padding_value=1 << 30)
+    return [*placed((places.int(), torch.tensor([*map(len, choice)], dtype=torch.int32)), backend)]
+
+
+def places_chosen(choice: Any, layout: StepLayout, backend: AttentionBackend) -> list[torch.Tensor]:
+    """Return the reverse of `chosen_by`."""
+    if backend.caps.name == "cpu":
+        return from_bits(choice[0], layout)
+    if backend.caps.name != "triton":
+        return [places for (places,) in choice]
+    return [row[:count].long().cpu() for row, count in zip(*choice, strict=True)]
 
 
 # (cached, new) tokens of each sequence of a step

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from helpers.attention_backends import PARENTS, STEPS, from_bits, seen_by_token, tree_words
+from helpers.attention_backends import (
+    PARENTS,
+    STEPS,
+    from_bits,
+    placed,
+    places_chosen,
+    seen_by_token,
+    tree_words,
+)
 from torch import Tensor
 
 from kvik.attention.base import AttentionBackend, LayerKV
@@ -70,7 +78,7 @@ class Texts:
         self.tables = torch.randperm(sum(counts), generator=g).int().split(counts)
         none = torch.zeros(sum(counts), BLOCK, 1, 0)
         index = torch.full((sum(counts), BLOCK, 1, DIM), torch.nan, dtype=dtype)
-        self.kv = LayerKV(none, none, index=index)
+        self.kv = placed(LayerKV(none, none, index=index), backend)
 
     def step(self, spans: list[tuple[int, int]], words: tuple[int, ...] = ()) -> list[list[Tensor]]:
         """Store the keys of the new tokens of each sequence, and return what they choose, for each
@@ -90,12 +98,16 @@ class Texts:
         rotation = torch.cat((angles.cos(), angles.sin()), 1)
         q, k, weights = (self.new(part, spans) for part in (self.q, self.k, self.weights))
         of = Indexed(self.spec, q, k, None if self.spec.span else weights, rotation)
-        choice, heads = self.backend.choose(of, self.kv, layout), HEADS if self.spec.span else 1
-        if choice and self.backend.caps.name == "cpu":
-            bits = choice[0].view(len(q), heads, -1)
-            each = (from_bits(bits[:, head], layout) for head in range(heads))
+        choice = self.backend.choose(*placed((of, self.kv, layout), self.backend))
+        heads = HEADS if self.spec.span else 1
+        if not choice:
+            return [[seen] * heads for seen in seen_by_token(layout)]
+        if not self.spec.span:
+            return [[places] for places in places_chosen(choice, layout, self.backend)]
+        if self.backend.caps.name == "cpu":
+            each = (from_bits(choice[0][:, head], layout) for head in range(heads))
             return [list(of_token) for of_token in zip(*each, strict=True)]
-        return choice or [[seen] * heads for seen in seen_by_token(layout)]
+        return [[places.cpu() for places in of_token] for of_token in choice]
 
     @staticmethod
     def new(parts: list[Tensor], spans: list[tuple[int, int]]) -> Tensor:
@@ -139,13 +151,23 @@ class Texts:
 
 
 def check_choice(
-    case: str, backend: AttentionBackend, dtype: torch.dtype, spec: IndexSpec = SPECS["halves"]
+    case: str,
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    spec: IndexSpec = SPECS["halves"],
+    before: AttentionBackend | None = None,
 ) -> None:
-    """Check what each new token of a case of `CASES` reads, against the definition."""
+    """Check what each new token of a case of `CASES` reads, against the definition.
+
+    Args:
+        before: stores the keys of earlier tokens; None: `backend`.
+    """
     spans, words = CASES[case], TREE if case == "tree" else ()
     texts = Texts([*map(sum, spans)], backend=backend, spec=spec, dtype=dtype)
     if any(cached for cached, _ in spans):
+        texts.backend = before or backend
         texts.step([(0, cached) for cached, _ in spans])
+        texts.backend = backend
     found = iter(texts.step(spans, words))
     for seq, (cached, new) in enumerate(spans):
         visible = torch.ones(new, cached + new, dtype=torch.bool).tril(cached)

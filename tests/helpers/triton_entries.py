@@ -32,16 +32,24 @@ from kvik.kernels.ops import (
 )
 from kvik.kernels.triton import activation, attention_paged, draw, norm, rotary, rows, states
 from kvik.kernels.triton.adapters import with_low_rank
+from kvik.kernels.triton.attention_chosen import (
+    LastKeys,
+    ListedRows,
+    attend_rows,
+    attention_chosen_kernel,
+)
 from kvik.kernels.triton.attention_decode import attention_decode_kernel
 from kvik.kernels.triton.attention_mla import latent_attention
 from kvik.kernels.triton.attention_paged import PagedCache, PagedStep, Scoring, runs_of
 from kvik.kernels.triton.attention_prefill import attention_prefill_kernel
+from kvik.kernels.triton.entries import make_entries, turn_last
 from kvik.kernels.triton.experts import (
     TritonExperts,
     byte_experts_kernel,
     float_experts_kernel,
     word_experts_kernel,
 )
+from kvik.kernels.triton.indexer import Places, choose
 from kvik.kernels.triton.kv_load import KINDS, kind_on
 from kvik.kernels.triton.launch import MAX_SHARED, shared_by
 from kvik.kernels.triton.linear_end import finish
@@ -130,6 +138,7 @@ FEW_REGISTERS = {
 
 # Kernels that launchers combine with others.
 MAIN = (
+    attention_chosen_kernel,
     attention_decode_kernel,
     attention_prefill_kernel,
     byte_experts_kernel,
@@ -318,6 +327,42 @@ DECODE = (
     _attention(512, _BF16, queries=_M32, tree=True),
     _attention(512, _INT8, queries=_M32),
     _attention(512, _FP32),
+)
+
+
+# Attention over chosen keys (DeepSeek V3.2), and over a window and entries (V4).
+
+_PLACES = Places(_i32(5), _i32(4), _i32(4, 2048), None, None, BLOCK_SIZE)
+_OF_FOUR, _OF_MANY = (replace(_PLACES, every=every, entry_tokens=4) for every in (4, 128))
+_CHOSEN = ListedRows(_bf16(4096, 576), _PLACES, _i32(4, 2048), _i32(4))
+_FEW = ListedRows(_bf16(4096, 512), _OF_FOUR, _i32(4, 512), _i32(4))
+_LAST = LastKeys(_bf16(4096, 2560), _PLACES, 128)
+
+
+def _chosen(
+    rows: ListedRows | None, heads: int, queries: int, last: LastKeys | None = None, tokens: int = 4
+) -> Entries:
+    rest = _bf16(tokens, heads, 64) if last is None else None
+    of = _bf16(tokens, heads, 512), rest, rows, last, 0.1, _fp32(heads)
+    what = f"{heads} heads, {'all' if rows is None else rows.most} rows, {queries} queries"
+    return _entries(what, attend_rows, *of, [queries])
+
+
+_MADE = _bf16(64, 2048), _i32(4, 9), _bf16(64, 512), _OF_FOUR, 9, _fp32(4, 1024)
+CHOSEN = (
+    *(_chosen(_CHOSEN, 128, queries) for queries in (1, 2048)),
+    _chosen(_CHOSEN, 128, 1, tokens=_MANY),
+    *(_chosen(_FEW, 64, queries, _LAST) for queries in (1, 2048)),
+    _chosen(ListedRows(_bf16(4096, 512), _OF_MANY), 64, 1, _LAST),
+    _chosen(None, 64, 1, _LAST),
+    *(
+        _entries(what, choose, _bf16(4, 64 * 128), _bf16(4, 64), _bf16(4096, 128), at, 64, top, 4)
+        for what, at, top in (("keys", _PLACES, 2048), ("entries", _OF_FOUR, 512))
+    ),
+    _entries(
+        "of 512", make_entries, *_MADE, (_bf16(512), 1e-6), (_fp32(64, 64), _fp32(64, 64), 4095)
+    ),
+    _entries("heads of 512", turn_last, _bf16(9, 64, 512), _fp32(9, 64)),
 )
 
 _prefill = partial(_attention, queries=2048)
@@ -677,6 +722,7 @@ def _distinct(groups: Iterable[tuple[Resources, ...]]) -> tuple[Resources, ...]:
 ALL = (
     *DECODE,
     *(_latent(heads) for heads in (16, 128)),
+    *CHOSEN,
     *PREFILL,
     *WORDS,
     *BYTES,

@@ -11,7 +11,7 @@ up to the end of its block, and a token that replaces a rejected draft makes the
 
 Here all of this is defined in torch, one token at a time over the keys that it reads: the result of
 a token does not depend on the rest of the step. A CPU has native kernels for it
-(csrc/attention_entries.hpp).
+(csrc/attention_entries.hpp), and a GPU Triton's (kernels/triton/entries.py, attention_chosen.py).
 """
 
 from __future__ import annotations

@@ -21,10 +21,14 @@ from kvik.attention.base import (
     AttentionBackend,
     AttentionMetadata,
     BackendCaps,
+    LayerKV,
 )
+from kvik.attention.compressed import AttendCompressed
 from kvik.attention.fresh_prompts import FreshPrompt, FreshPrompts
+from kvik.attention.indexed import Choice, Indexed, index_keys, rotated
 from kvik.attention.layout import StepLayout
 from kvik.kernels.ops import Ops
+from kvik.kernels.triton.attention_chosen import LastKeys, ListedRows, attend_rows
 from kvik.kernels.triton.attention_mla import latent_attention
 from kvik.kernels.triton.attention_paged import (
     PagedCache,
@@ -33,7 +37,10 @@ from kvik.kernels.triton.attention_paged import (
     paged_attention,
     runs_of,
 )
+from kvik.kernels.triton.entries import make_entries, turn_last
+from kvik.kernels.triton.indexer import Places, choose
 from kvik.kernels.triton.rotary import keep_queries, rotate_and_store
+from kvik.spec.kv import ENTRY_TOKENS, SCORES, IndexSpec
 from kvik.spec.visible_keys import Window
 
 
@@ -143,6 +150,69 @@ class TritonAttention(AttentionBackend):
         for step in metadata.all if spec.options else metadata.steps:
             latent_attention(q, q_rope, attend.kv.k, step, spec.scale, spec.sinks, means)
         return means
+
+    def choose(self, of: Indexed, kv: LayerKV, layout: StepLayout) -> Choice:
+        """See `base.AttentionBackend.choose`. Unless KV heads choose keys of their own, the choice
+        is what `indexer.choose` returns."""
+        if of.spec.span:
+            return super().choose(of, kv, layout)
+        assert kv.index is not None and of.weights is not None
+        index_keys(self._ops, of, kv.index, layout)
+        q = of.q.unflatten(1, (of.spec.heads, of.spec.dim))
+        q = rotated(q, of.rotation, interleaved=of.spec.interleaved).to(kv.index.dtype)
+        keys = kv.index.view(-1, of.spec.dim)
+        return [*_choice(q.flatten(1), of.weights, keys, places_of(layout), of.spec)]
+
+    def run_chosen(self, attend: AttendLatent, choice: Choice) -> Tensor:
+        layout, cache, spec = attend.metadata.layout, attend.kv.k, attend.spec
+        q_rope, k_rope = attend.turned(self._ops)
+        self.store_latents(attend.latent, k_rope, attend.kv, layout.slot_mapping)
+        places, counts = choice
+        assert isinstance(places, Tensor) and isinstance(counts, Tensor)
+        rows = ListedRows(cache.view(-1, cache.shape[3]), places_of(layout), places, counts)
+        q, queries = attend.up.into_queries(self._ops, attend.q), layout.num_scheduled
+        means = attend_rows(q, q_rope, rows, None, spec.scale, spec.sinks, queries)
+        return attend.up.to_values(self._ops, means)
+
+    def over_entries(self, attend: AttendCompressed) -> Tensor:
+        of, layout, rotation = attend.spec, attend.layouts[0], attend.rotation
+        k, cache, near = attend.k, attend.caches[0], places_of(layout)
+        turn_last(k[:, None], rotation)
+        stored = k if attend.inputs is None else torch.cat((k, attend.inputs), 1)
+        self._ops.store_kv(stored, stored[:, :0], cache, cache[..., :0], layout.slot_mapping)
+        tokens, start = attend.tokens, k.shape[1]
+        at = [places_of(each, of.every) for each in attend.layouts[1:]]
+        for maker, made, places in zip(attend.makers, attend.entries, at, strict=True):
+            norm, rotations = (maker.weight, maker.eps), (maker.high, maker.low, maker.last)
+            cached = tokens[:, start:], near.block_table, made, places, len(k)
+            make_entries(*cached, maker.bias, norm, rotations)
+            start += 2 * maker.bias.shape[1]
+        last, rows = LastKeys(tokens, near, attend.window), None
+        if attend.entries:
+            choice: tuple[Tensor, ...] = ()
+            if attend.indexed is not None and of.index is not None:
+                queries, weights = attend.indexed
+                turn_last(queries.unflatten(1, (of.index.heads, -1)), rotation)
+                choice = _choice(queries, weights, attend.entries[1], at[1], of.index)
+            rows = ListedRows(attend.entries[0], at[0], *choice)
+        q, seen = turn_last(attend.q, rotation), (rows, last, attend.scale, attend.sinks)
+        return turn_last(attend_rows(q, None, *seen, layout.num_scheduled), rotation, back=True)
+
+
+def places_of(layout: StepLayout, every: int = 1) -> Places:
+    """Return where keys are, or entries of `every` tokens, if that is not 1."""
+    lengths = layout.query_start_loc, layout.seq_lens, layout.block_table
+    entry_tokens = 1 if every == 1 else ENTRY_TOKENS
+    return Places(*lengths, layout.first_keys, layout.tree, layout.block_size, every, entry_tokens)
+
+
+def _choice(
+    q: Tensor, weights: Tensor, keys: Tensor, at: Places, spec: IndexSpec
+) -> tuple[Tensor, ...]:
+    """Return what `indexer.choose` returns; nothing if all tokens read all that they see."""
+    if at.longest <= spec.top:
+        return ()
+    return choose(q, weights, keys, at, spec.heads, spec.top, SCORES // at.longest)
 
 
 def _steps_between(

@@ -289,8 +289,6 @@ def _unfit_for_triton(
     """Return why Triton's kernels cannot compute attention; None if they can."""
     if kernels != "triton":
         return "it needs the Triton kernels"
-    if model.compressed:
-        return "its kernels do not read entries that sum up tokens"
     if model.latent is None:
         # Rotation and rounding work on halves of a head; with four bits a half must be whole bytes.
         return _unfit_heads(model, 4 if config.kv_cache_dtype == "int4" else 2)
@@ -320,6 +318,8 @@ def _unfit_heads(model: ModelSpec, multiple: int) -> str | None:
 def _no_torch_prompts(config: EngineConfig, model: ModelSpec, dtype: str) -> str | None:
     """Return why torch's fused kernels cannot take prompts; None if they can."""
     kv, latent = config.kv_cache_dtype, model.latent
+    if model.compressed:
+        return "only Triton's kernels read entries that sum up tokens"
     wide = 0 if latent is None else max(latent.query, latent.value)
     if wide > MAX_FUSED_HEAD_DIM:
         return f"torch's fused kernels have no heads of {wide}"

@@ -33,7 +33,17 @@ from kvik.core.config import RESERVED_BLOCKS
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.adapters import in_block, is_stack
 from kvik.spec.declare import RELU2, XIELU, DeclaredLinear, Role
-from kvik.spec.kv import AUTO, COPIED, STATE_BYTES, KVGroup, block_bytes, group_layers, stored_as
+from kvik.spec.kv import (
+    AUTO,
+    COPIED,
+    SCORES,
+    STATE_BYTES,
+    IndexSpec,
+    KVGroup,
+    block_bytes,
+    group_layers,
+    stored_as,
+)
 from kvik.spec.model import DTYPE_BYTES, LinearLayers
 from kvik.spec.shares import TILE, PipelineStage, cut_groups, stage_groups
 
@@ -290,6 +300,11 @@ class MemoryPlan:
         return self.weights + self.activations + self.kv_cache + self.overhead + self.kv_tiers
 
 
+def _chosen(top: int, keys: int, tokens: int) -> int:
+    """Return the bytes of scores, and of the places of the keys that tokens read, on a GPU."""
+    return 4 * (min(SCORES, tokens * keys) + tokens * (min(top, keys) + 1))
+
+
 def _position_tables(spec: ModelSpec, max_model_len: int) -> int:
     """Return bytes of the tables of `Ops.rotations`, and of the scales of queries."""
     numbers = sum(rope.table_rows(max_model_len) * width for rope, width in spec.rotations)
@@ -514,8 +529,16 @@ class Footprint:
     @property
     def _captured_steps(self) -> bool:
         """Whether forwards are captured; other attention backends need the host in each step."""
-        on_device = self.kernels == "triton" and self.attention_backend in TRITON_BACKENDS
-        return on_device and not self.spec.indexed
+        return self._on_device and not any(index.span for index in self._indexes)
+
+    @property
+    def _on_device(self) -> bool:
+        """Whether attention reads the step's layout on the device."""
+        return self.kernels == "triton" and self.attention_backend in TRITON_BACKENDS
+
+    @property
+    def _indexes(self) -> tuple[IndexSpec, ...]:
+        return tuple(layer.index for layer in self.spec.layers if layer.index is not None)
 
     def graph_sizes(self, size: StepSize) -> tuple[GraphSize, ...]:
         """Sizes of the forwards that may be captured."""
@@ -652,12 +675,12 @@ class Footprint:
     def _indexing(self, size: StepSize) -> int:
         """Return the bytes of what the indexer of a layer computes in a step, and of what it takes
         while it chooses keys. In a tape: a bit for each key of each token, or of each KV head, and
-        the scores of some queries (csrc/indexer.hpp). Else: the keys of a request, as stored and in
-        fp32, their products with one query, and the places of the chosen ones; and copies of their
-        latent vectors, or keys and values (attention/indexed.py)."""
+        the scores of some queries (csrc/indexer.hpp). On a GPU: rotated queries in fp32, scores,
+        and places of keys (kernels/triton/indexer.py). Else: the keys of a request, as stored and
+        in fp32, their products with one query, and the places of the chosen ones; and copies of
+        their latent vectors, or keys and values (attention/indexed.py)."""
         top, item, keys = self.spec.indexed, self._item, size.max_model_len
-        tokens = size.max_num_batched_tokens
-        indexes = [layer.index for layer in self.spec.layers if layer.index is not None]
+        tokens, indexes = size.max_num_batched_tokens, self._indexes
         if not indexes:
             return 0
         lists = max(index.heads if index.span else 1 for index in indexes)  # of a token
@@ -667,6 +690,8 @@ class Footprint:
             return total
         if self._taped:
             return total + lists * tokens * -(-keys // 8) + INDEX_ROWS * keys * 4
+        if self._captured_steps:
+            return total + 3 * tokens * computed * 4 + _chosen(top, keys, tokens)
         numbers = max(2 * index.dim + index.heads for index in indexes) + CHOOSING_NUMBERS
         total += keys * 4 * numbers
         width = self.spec.key_width * (1 if self.spec.latent else 2)
@@ -677,8 +702,9 @@ class Footprint:
         """Return the bytes that attention over entries takes in a layer in addition to other
         attention (attention/compressed.py): what entries are made of, and queries of the indexer.
         Native kernels also take a bit for each entry of each token, and the scores of some queries;
-        torch copies of what entries are made of, queries and results in fp32, the places of all
-        tokens, and keys of the indexer, and entries, in fp32."""
+        Triton's a copy of what is stored, scores, and places of entries; torch copies of what
+        entries are made of, queries and results in fp32, the places of all tokens, and keys of the
+        indexer, and entries, in fp32."""
         largest, keys, tokens = 0, size.max_model_len, size.max_num_batched_tokens
         dim, native = self.spec.head_dim, self.attention_backend == "cpu"
         for of in {layer.compressed for layer in self.spec.layers if layer.compressed}:
@@ -687,13 +713,15 @@ class Footprint:
             total = tokens * (2 * inputs + queries) * self._item
             if native:
                 total += tokens * -(-entries // 8) + INDEX_ROWS * entries * 4 if index else 0
-                largest = max(largest, total)
-                continue
-            total += tokens * 4 * (6 * self.spec.query_width + dim + 8 * inputs) + keys * 8 * 4
-            if of.every:
-                of_index = (index.dim + index.heads) * (4 + self._item) if index else 0
-                read = min(entries, index.top) if index else entries
-                total += entries * (of_index + CHOOSING_NUMBERS * 4) + read * dim * 3 * 4
+            elif self._on_device:
+                total += tokens * (dim + inputs) * self._item
+                total += _chosen(index.top, entries, tokens) if index else 0
+            else:
+                total += tokens * 4 * (6 * self.spec.query_width + dim + 8 * inputs) + keys * 8 * 4
+                if of.every:
+                    of_index = (index.dim + index.heads) * (4 + self._item) if index else 0
+                    read = min(entries, index.top) if index else entries
+                    total += entries * (of_index + CHOOSING_NUMBERS * 4) + read * dim * 3 * 4
             largest = max(largest, total)
         return largest
 

@@ -122,6 +122,7 @@ class StateSpec:
         return 6 * self.channels
 
 
+SCORES = 1 << 24  # of keys by an indexer on a GPU that are in memory at a time
 COPIED = 8  # tokens whose chosen keys are copied at a time
 
 

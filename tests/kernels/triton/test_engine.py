@@ -15,13 +15,13 @@ from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON
 pytest.importorskip("triton", reason=NO_TRITON)
 
 from helpers.interpreted_engine import interpret_engines
-from helpers.tiny_models import DELTA, GEMMA3N, IN_BLOCKS, INDEXED
+from helpers.tiny_models import COMPRESSED, DELTA, GEMMA3N, IN_BLOCKS, INDEXED
 
 from kvik import LLM, SamplingParams
 from kvik.attention.fresh_prompts import FreshPrompts
-from kvik.kernels.triton import attention_mla as mla
+from kvik.kernels.triton import attention_chosen as chosen
 from kvik.kernels.triton import attention_paged as decode
-from kvik.kernels.triton import draw, experts, norm, rotary, rows, states
+from kvik.kernels.triton import draw, entries, experts, indexer, norm, rotary, rows, states
 from kvik.models.model_spec import ModelSpec
 
 pytestmark = INTERPRETED_ONLY
@@ -98,6 +98,9 @@ STREAMS = {**GEMMA3N, "layer_types": ["full_attention"] * 2, "num_kv_shared_laye
 STREAMS |= {"activation_sparsity_pattern": [0.9, 0.0], "hidden_act": None}
 
 
+CHOSEN = {indexer: ("index_scores", "largest_places"), chosen: ("attention_chosen",)}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("architecture", "changes", "kernels"),
@@ -117,7 +120,16 @@ STREAMS |= {"activation_sparsity_pattern": [0.9, 0.0], "hidden_act": None}
         (
             "HYV4ForCausalLM",
             {**INDEXED, "hidden_act": None},
-            {norm: ("stream_weights",), rows: ("weighted_sums",), mla: ("mla_decode",)},
+            {
+                norm: ("stream_weights",),
+                rows: ("weighted_sums",),
+                **CHOSEN,
+            },
+        ),
+        (
+            "DeepseekV4ForCausalLM",
+            {**COMPRESSED, "layer_types": COMPRESSED["layer_types"][1:], "index_topk": 2},
+            {entries: ("make_entries", "turn_last"), **CHOSEN},
         ),
     ],
 )
