@@ -21,7 +21,7 @@ BUDGETS = {
     "engine": 5440,
     "evaluate": 750,
     "gguf": 2670,
-    "kernels": 11930,
+    "kernels": 11940,
     "kvik_bench": 9720,
     "lang": 660,
     "models": 9990,

@@ -1,7 +1,7 @@
 """Scores of an indexer, and the keys with the largest ones (attention/indexed.py).
 
-The score of a key is the sum over the indexer's heads of weight * relu(q . k). A program scores a
-tile of keys for one token, so a token's scores do not depend on other tokens. Then one program for
+The score of a key is the sum over the indexer's heads of weight * relu(q . k). A program scores
+tiles of keys for one token, so a token's scores do not depend on other tokens. Then one program for
 each token finds its k-th largest score, digit by digit of the scores' bits, and lists the places of
 the chosen keys in ascending order. Of equal scores the first keys are chosen.
 
@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvik.kernels.triton.attention_shapes import LAUNCHED
 from kvik.kernels.triton.draw import key_of
 from kvik.kernels.triton.kv_load import operand, product
 from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
@@ -91,7 +92,8 @@ def index_scores_kernel(
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, EVERY: tl.constexpr,
     ENTRY_TOKENS: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """grid [tokens, tiles]; q [.., HEADS * DIM], weights [.., HEADS], scores [tokens, width] fp32
+    """grid [tokens, programs]; q [.., HEADS * DIM], weights [.., HEADS], scores [tokens, width]
+    fp32
 
     Scores from the last key on that a token sees are left as they are; in a tree, those of nodes
     that it does not see are -inf, as are those before the first key.
@@ -105,29 +107,30 @@ def index_scores_kernel(
     sequence, _, cached, end, word = seen_by_token(
         query_start, seq_lens, tree, sequences, token, TREE
     )
-    key = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     end = end // EVERY
-    if tl.program_id(1) * BLOCK_N >= end:
-        return
     h, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     inside = (h < HEADS)[:, None] & (d < DIM)[None, :]
     lane = (h * DIM)[:, None] + d[None, :]
     queries = operand(tl.load(q + token * q_stride + lane, mask=inside, other=0.0), DTYPE)
     weight = tl.load(weights + token * weights_stride + h, mask=h < HEADS, other=0.0)
-    place = tl.minimum(key, end - 1) * EVERY + EVERY - 1
-    block = tl.load(table + sequence.to(tl.int64) * table_stride + place // BLOCK_SIZE)
-    at = (block.to(tl.int64) * BLOCK_SIZE + place % BLOCK_SIZE) // ENTRY_TOKENS
-    rows = cache + (at * cache_stride)[:, None] + d[None, :]
-    keys = operand(tl.load(rows, mask=(d < DIM)[None, :], other=0.0), DTYPE)
-    products = product(queries, tl.trans(keys), None)
-    score = tl.sum(tl.maximum(products, 0.0) * (weight.to(tl.float32) * scale)[:, None], 0)
-    if TREE:
-        bit = tl.minimum(tl.maximum(key - cached, 0), 62)
-        hidden = (word != 0) & (key >= cached) & (((word >> bit) & 1) == 0)
-        score = tl.where(hidden, float("-inf"), score)
-    if first_keys is not None:
-        score = tl.where(key < tl.load(first_keys + sequence), float("-inf"), score)
-    tl.store(scores + row * width + key, score, mask=key < end)
+    weight = (weight.to(tl.float32) * scale)[:, None]
+    table += sequence.to(tl.int64) * table_stride
+    for tile in range(tl.program_id(1), tl.cdiv(end, BLOCK_N), tl.num_programs(1)):
+        key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        place = tl.minimum(key, end - 1) * EVERY + EVERY - 1
+        block = tl.load(table + place // BLOCK_SIZE).to(tl.int64)
+        at = (block * BLOCK_SIZE + place % BLOCK_SIZE) // ENTRY_TOKENS
+        rows = cache + (at * cache_stride)[:, None] + d[None, :]
+        keys = operand(tl.load(rows, mask=(d < DIM)[None, :], other=0.0), DTYPE)
+        products = product(queries, tl.trans(keys), None)
+        score = tl.sum(tl.maximum(products, 0.0) * weight, 0)
+        if TREE:
+            bit = tl.minimum(tl.maximum(key - cached, 0), 62)
+            hidden = (word != 0) & (key >= cached) & (((word >> bit) & 1) == 0)
+            score = tl.where(hidden, float("-inf"), score)
+        if first_keys is not None:
+            score = tl.where(key < tl.load(first_keys + sequence), float("-inf"), score)
+        tl.store(scores + row * width + key, score, mask=key < end)
 
 
 @triton.jit
@@ -200,7 +203,7 @@ def choose(
         some = min(rows, tokens - first)
         launch(
             index_scores_kernel,
-            (some, ceil_div(width, tile)),
+            (some, min(ceil_div(width, tile), ceil_div(LAUNCHED, some))),
             (q, weights, cache, at.block_table, *lengths, at.first_keys, at.tree, scores),
             (
                 *(q.stride(0), weights.stride(0), cache.stride(0), at.block_table.stride(0)),
