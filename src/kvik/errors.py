@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 MAX_SHOWN = 60  # characters of a bad value that an error repeats
 MAX_BRIEF = 300  # characters of a message that an error quotes
+MODEL_NOT_FOUND = "model_not_found"  # code of errors about a model or adapter that is not loaded
 
 
 def shown(value: object) -> str:

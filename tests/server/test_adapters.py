@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +21,7 @@ from kvik.launch import launch, resolve_config
 from kvik.server.admin import ADAPTERS
 from kvik.server.route import Route, routes_of
 from kvik.server.server import Server
+from kvik.server.texts import Texts
 
 PROMPT = "Once upon a time"
 MESSAGES = [{"role": "user", "content": PROMPT}]
@@ -102,7 +106,7 @@ def test_others_are_not_found(site: Site) -> None:
     assert (reply.status, reply.error["param"]) == (404, "model")
     assert "pirate, org/poet" in reply.error["message"]
     reply = ask(site.server, "POST", "/v1/generate", {"prompt": PROMPT, "adapter": "poet"})
-    assert (reply.status, reply.error["param"]) == (400, "adapter")
+    assert (reply.status, reply.error["param"]) == (404, "adapter")
 
 
 def test_a_name_of_the_model_itself_is_refused(site: Site) -> None:
@@ -160,3 +164,37 @@ def test_an_operator_loads_and_unloads_them(site: Site, path: str) -> None:
     ):
         assert (again.status, again.error["code"]) == (404, "model_not_found")
     assert names() == [*NAMES, "pirate", "org/poet"]
+
+
+@pytest.mark.parametrize("constraint", [{}, {"regex": "[a-z ]{9}"}])
+def test_one_that_is_unloaded_while_a_request_is_prepared_is_not_found(
+    site: Site, constraint: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its prompt is being tokenised, or its constraint compiled."""
+    folder = site.engine.client.config.runner.adapters[0].folder
+    loading = {"lora_name": "mate", "lora_path": folder}
+    assert ask(site.server, "POST", "/admin/adapters/load", loading).status == 200
+    body = {"model": "mate", "prompt": PROMPT, **constraint}
+    begun, unloaded = threading.Event(), threading.Event()
+    encode = Texts.encode
+
+    async def encode_late(*arguments: Any, **options: Any) -> list[int]:
+        begun.set()
+        await asyncio.to_thread(unloaded.wait)
+        return await encode(*arguments, **options)
+
+    def build_late(constraint: object) -> Future[object]:
+        begun.set()
+        return pool.submit(unloaded.wait)
+
+    if constraint:
+        monkeypatch.setattr(site.engine.executor, "build_grammar", build_late)
+    else:
+        monkeypatch.setattr(Texts, "encode", encode_late)
+    with ThreadPoolExecutor() as pool:
+        late = pool.submit(ask, site.server, "POST", "/v1/completions", body)
+        assert begun.wait(30)
+        ask(site.server, "POST", "/admin/adapters/unload", {"lora_name": "mate"})
+        unloaded.set()
+        reply = late.result()
+    assert (reply.status, reply.error["code"]) == (404, "model_not_found")

@@ -26,7 +26,14 @@ from kvik.core.types import (
     derive_seed,
 )
 from kvik.engine.stats import EngineStats, MoveStats, SpeculationStats, SpeedStats, TierStats
-from kvik.errors import CapacityError, Overflow, ParamError, shown
+from kvik.errors import (
+    MODEL_NOT_FOUND,
+    CapacityError,
+    Overflow,
+    ParamError,
+    UnavailableError,
+    shown,
+)
 from kvik.spec.adapters import NO_ADAPTER, Adapter
 
 MAX_LISTED = 8  # names repeated in an error
@@ -90,7 +97,8 @@ def _adapter_of(config: ResolvedConfig, name: str, field: str) -> Adapter:
     adapters = {adapter.name: adapter for adapter in config.runner.adapters}
     if name not in adapters:
         known = ", ".join(map(shown, list(adapters)[:MAX_LISTED])) or "none"
-        raise ParamError(field, f"must be one of the engine's ({known}), not {shown(name)}")
+        reason = f"must be one of the engine's ({known}), not {shown(name)}"
+        raise ParamError(field, reason, code=MODEL_NOT_FOUND)
     return adapters[name]
 
 
@@ -289,15 +297,18 @@ class EngineCore:
         """Return a slot for another adapter, which no request uses.
 
         Raises:
-            ParamError: the name is taken, or no slot is free.
+            ParamError: the name is taken, or there are as many adapters as slots.
+            UnavailableError: requests of unloaded adapters use the other slots.
         """
         count = self.config.runner.max_adapters
         check_new_adapter(self.config, name)
-        used = {r.adapter for siblings in self._requests.values() for r in siblings}
-        free = set(range(count)) - used - {*self._slots.values()}
+        free = set(range(count)) - {*self._slots.values()}
         if not free:
-            reason = "with unloaded ones whose requests have not ended"
-            raise ParamError("adapters", f"must be at most {count} (max_adapters), {reason}")
+            raise ParamError("adapters", f"must be at most {count} (max_adapters)")
+        free -= {r.adapter for siblings in self._requests.values() for r in siblings}
+        if not free:
+            reason = "requests of unloaded adapters have not ended, and there is no other room"
+            raise UnavailableError("engine", f"{reason} (max_adapters {count}): try again later")
         return min(free)
 
     def load_adapter(self, adapter: Adapter, slot: int) -> None:

@@ -41,7 +41,7 @@ from kvik.engine.wire import (
     stepped,
     to_engine,
 )
-from kvik.errors import CapacityError, GroupLost, KvikError, ParamError
+from kvik.errors import CapacityError, GroupLost, KvikError, ParamError, UnavailableError
 
 # A buffer for tokens, so that frames are fewer and larger.
 #
@@ -355,6 +355,8 @@ class EngineHost:
             answer = Reply(message.ticket, body)
         except ParamError as error:
             answer = Reply(message.ticket, _NOTHING, error.message, error.field)
+        except UnavailableError as error:
+            answer = Reply(message.ticket, _NOTHING, error.message)
         except Exception as error:
             answer = Reply(message.ticket, _NOTHING, _message(error))
         self._socket.send(frame(answer))

@@ -279,7 +279,8 @@ class EngineLoop:
         """Load an adapter, between two steps. If that fails, nothing has changed.
 
         Raises:
-            ParamError: its name is taken, no slot is free, or it does not fit.
+            ParamError: its name is taken, there is no room, or it does not fit.
+            UnavailableError: unfinished requests of unloaded ones have the room.
             GroupLost: a process is gone.
         """
         while self._in_flight:  # a request that has ended may have a row in one

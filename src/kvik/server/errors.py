@@ -18,7 +18,14 @@ import msgspec
 from starlette.responses import Response
 
 from kvik.engine.remote import EngineState
-from kvik.errors import KvikError, Overflow, OverloadError, ParamError, UnavailableError
+from kvik.errors import (
+    MODEL_NOT_FOUND,
+    KvikError,
+    Overflow,
+    OverloadError,
+    ParamError,
+    UnavailableError,
+)
 
 MAX_LINE = 500  # characters of a line of a traceback
 
@@ -162,7 +169,7 @@ def http_error(error: Exception) -> HttpError:
         case ParamError(overflow=Overflow() as overflow):
             return _too_long(error.field, overflow)
         case ParamError(code=str() as code) if code:
-            return HttpError(400, str(error), error.field, code)
+            return HttpError(404 if code == MODEL_NOT_FOUND else 400, str(error), error.field, code)
         case KvikError():
             return HttpError(400, str(error), error.field)
         case _:
@@ -177,7 +184,7 @@ def in_messages(path: str) -> bool:
 def model_not_found(model: str, served: Sequence[str]) -> HttpError:
     """Return the error of a request for a model name that is not served."""
     message = f"the model {model[:60]!r} does not exist; this server has {', '.join(served)}"
-    return HttpError(404, message, "model", "model_not_found")
+    return HttpError(404, message, "model", MODEL_NOT_FOUND)
 
 
 def _too_long(field: str, overflow: Overflow) -> HttpError:

@@ -24,7 +24,14 @@ from kvik.core.types import (
 from kvik.engine.client import EngineClient
 from kvik.engine.output import OutputProcessor, OutputSoFar, RequestOutput, TextDelta, merged
 from kvik.engine.remote import EngineState
-from kvik.errors import GroupLost, KvikError, OverloadError, ParamError, UnavailableError
+from kvik.errors import (
+    MODEL_NOT_FOUND,
+    GroupLost,
+    KvikError,
+    OverloadError,
+    ParamError,
+    UnavailableError,
+)
 from kvik.server.admission import PRESSURE, Admission, KVUsage, Reservation, pressure, shortened
 from kvik.server.errors import (
     aborted,
@@ -651,6 +658,8 @@ def _failure(delta: RequestDelta, record: GenerationRecord) -> KvikError:
         return aborted("the request was aborted", retry=True)
     name, _, reason = (delta.error or "").partition(": ")
     if name in PARAMETERS:  # a constraint of the caller cannot be satisfied
+        if name == "adapter":  # it was unloaded meanwhile
+            return ParamError(name, reason, code=MODEL_NOT_FOUND)
         return ParamError(record.params.restriction if name == "structured" else name, reason)
     if delta.error == NOTHING_ALLOWED:
         return ParamError(record.params.restriction, "leaves no token, with the other parameters")
