@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvik.cli.main import main
 from kvik.server import health, proxy
+from kvik.server.access import Hosts
 from kvik.server.app import openai_routes
 from kvik.server.proxy import MovedMark, Proxy, cached_share, piece_hashes, rendered
 from kvik.server.route import CLOSE_EXTENSION
@@ -38,6 +39,7 @@ from kvik.server.transfer import (
 )
 
 CHAT = "/v1/chat/completions"
+LOCAL = Hosts("127.0.0.1", (), keyed=False)
 Clock = Callable[[], float]
 
 
@@ -121,7 +123,7 @@ def site(
 def in_front(
     urls: list[str], timeout: float = 30.0, clock: Clock = time.monotonic
 ) -> Iterator[tuple[HttpServer, Proxy]]:
-    made = Proxy(urls, timeout, clock)
+    made = Proxy(urls, LOCAL, timeout, clock)
     with http_server(made, start=made.start, close=made.close) as front:
         yield front, made
 
@@ -166,8 +168,16 @@ def test_a_request_and_its_answer_pass_through_unchanged():
         assert len(dict(other["headers"])[b"x-request-id"]) == 32  # it had none
 
 
+def test_another_host_is_refused():
+    """A web page could give its own name the proxy's address (DNS rebinding)."""
+    with site(Backend("a")) as made:
+        for path in ("/metrics", "/v1/models"):
+            assert ask(made.front, "GET", path, host="localhost:8080").status == 200
+            assert ask(made.front, "GET", path, host="evil.example").status == 403
+
+
 def test_a_body_that_is_too_large_is_refused_before_it_is_sent():
-    head = b"POST /v1/x HTTP/1.1\r\nhost: a\r\n"
+    head = b"POST /v1/x HTTP/1.1\r\nhost: localhost\r\n"
     head += b"expect: 100-continue\r\ncontent-length: 99999999\r\n\r\n"
     with (
         site(Backend("a")) as made,
@@ -215,7 +225,7 @@ def test_a_slow_client_slows_the_server_down():
     with site(Backend("a", answer)) as made, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         client.connect(("127.0.0.1", made.front.port))
-        client.sendall(b"GET /v1/large HTTP/1.1\r\nhost: a\r\n\r\n")
+        client.sendall(b"GET /v1/large HTTP/1.1\r\nhost: localhost\r\n\r\n")
         until(lambda: sent)
         still, before = 0, -1
         while still < 10:  # until no more bytes are sent
@@ -233,7 +243,7 @@ def test_the_server_is_notified_of_a_disconnect():
 
     with site(Backend("a", answer)) as made:
         with socket.create_connection(("127.0.0.1", made.front.port)) as client:
-            client.sendall(b"GET /v1/endless HTTP/1.1\r\nhost: a\r\n\r\n")
+            client.sendall(b"GET /v1/endless HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert client.recv(10)
         until(lambda: made.servers[0].listener.num_connections <= 1)
         until(lambda: made.proxy.upstreams[0].unfinished == 0)
@@ -321,7 +331,7 @@ def test_requests_lost_later_are_not_retried():
 
     with site(Backend("a", die), Backend("b", die)) as made:
         with socket.create_connection(("127.0.0.1", made.front.port), timeout=10) as client:
-            client.sendall(b"GET /v1/x HTTP/1.1\r\nhost: a\r\n\r\n")
+            client.sendall(b"GET /v1/x HTTP/1.1\r\nhost: localhost\r\n\r\n")
             data = b""
             while part := client.recv(1000):
                 data += part
@@ -522,6 +532,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["http://a/", "http://a"], "twice"),
         (["http://a", "--timeout", "0"], "timeout"),
         (["http://a", "--port", "70000"], "port"),
+        (["http://a", "--allowed-host", "a:80"], "allowed"),
         ([], "url"),
     ],
 )
@@ -535,7 +546,7 @@ def test_it_waits_for_servers_that_start_with_it(monkeypatch: pytest.MonkeyPatch
     listening.bind(("127.0.0.1", 0))
 
     async def wait() -> bool:
-        made = Proxy([f"http://127.0.0.1:{listening.getsockname()[1]}"])
+        made = Proxy([f"http://127.0.0.1:{listening.getsockname()[1]}"], LOCAL)
         starting = asyncio.ensure_future(made.start())
         await asyncio.sleep(0.2)
         assert not starting.done()
@@ -669,7 +680,7 @@ def test_a_disconnect_ends_the_computation_of_a_prompt():
     prefill, decode = Backend("p", waits, role="prefill"), Backend("d", role="decode")
     with site(prefill, decode) as made:
         body = json.dumps({"messages": [{"role": "user", "content": "long " * 200}]}).encode()
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", made.front.port)) as client:
             client.sendall(head.encode() + body)
             until(lambda: prefill.requests)

@@ -9,8 +9,10 @@ import socket
 
 from kvik.cli.flags import Parser, number
 from kvik.cli.terminal import say
+from kvik.config.server_config import ServerConfig, check_server_config
 from kvik.errors import ConfigError
 from kvik.remote_server import RemoteServer
+from kvik.server.access import Hosts
 from kvik.server.http_protocol import ConnectionLimits
 from kvik.server.proxy import Proxy
 from kvik.server.run import Listener, StopSignal, bind
@@ -35,6 +37,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
     )
     parser.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name under which it may be reached, in addition to IP addresses (with --host), "
+        "localhost and the machine's name; *: any",
+    )
+    parser.add_argument(
         "--port", type=int, default=8080, help="port to listen on (default: %(default)s)"
     )
     parser.add_argument(
@@ -57,12 +67,14 @@ def run(arguments: argparse.Namespace) -> int:
     timeout: float = arguments.timeout
     if not 0 < timeout <= MAX_TIMEOUT:
         raise ConfigError("timeout", f"must be above 0 and at most {MAX_TIMEOUT:.0f} seconds")
-    if not 0 <= arguments.port <= 65_535:
-        raise ConfigError("port", f"must be 0 to 65535, not {arguments.port}")
+    allowed_host = tuple(arguments.allowed_host)
+    edge = ServerConfig(host=arguments.host, port=arguments.port, allowed_host=allowed_host)
+    check_server_config(edge)
     line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, format=line)
-    with bind(arguments.host, arguments.port) as listening:
-        return uvloop.run(_route(Proxy(urls, timeout), listening))
+    hosts = Hosts(edge.host, edge.allowed_host, keyed=False)  # the keys are the servers'
+    with bind(edge.host, edge.port) as listening:
+        return uvloop.run(_route(Proxy(urls, hosts, timeout), listening))
 
 
 async def _route(proxy: Proxy, listening: socket.socket) -> int:

@@ -29,6 +29,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -36,6 +37,7 @@ from starlette.types import Receive, Scope, Send
 from kvik.core.block_pool import HASH_BYTES
 from kvik.core.routing import ReplicaChoice, ReplicaRouter
 from kvik.errors import KvikError
+from kvik.server.access import Hosts
 from kvik.server.errors import RETRY, HttpError, in_messages
 from kvik.server.route import break_connection, limit_unread, until_gone
 from kvik.server.stored_responses import store_of
@@ -239,12 +241,14 @@ class Proxy:
 
     Args:
         urls: URLs of the servers, without a trailing slash or /v1.
+        hosts: names under which it may be reached.
         timeout: maximum silence of a server during a request, in seconds.
     """
 
     def __init__(
         self,
         urls: Sequence[str],
+        hosts: Hosts,
         timeout: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -252,6 +256,7 @@ class Proxy:
         self.retries = 0
         self.prefills = 0
         self.moves = 0
+        self._hosts = hosts
         self._timeout = timeout
         self._clock = clock
         self._router = ReplicaRouter(urls, PIECE, ROWS, LIFETIME)
@@ -308,6 +313,12 @@ class Proxy:
             await send({"type": "websocket.close", "code": 1008})
             return
         assert scope["type"] == "http"
+        try:
+            self._hosts.check(Headers(scope=scope), scope["http_version"])
+        except HttpError as error:
+            response = error.response(anthropic=in_messages(scope["path"]))
+            await response(scope, receive, send)
+            return
         handlers = {"/health": self._health, "/ready": self._health, "/ping": self._health}
         handlers |= {"/replicas": self._state, "/metrics": self._metrics}
         if scope["method"] in ("GET", "HEAD") and scope["path"] in handlers:
