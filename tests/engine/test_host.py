@@ -383,15 +383,14 @@ def test_an_idle_engine_prepares_between_polls_and_then_waits():
         peer.until_ended("a", "b")
 
 
-def test_an_engine_that_stays_idle_prepares_for_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
-    executor, prepared = FakeExecutor(), list[bool]()
+def test_an_engine_prepares_for_grammars_when_it_starts():
+    """Steps of later requests would pause."""
+    executor, prepared = FakeExecutor(), list[str]()
+    executor.prepare_grammars = lambda: prepared.append("grammars")
     with engine(executor) as peer:
-        executor.prepare_grammars = lambda: prepared.append(peer.loop.has_work)
-        until(lambda: len(prepared) > 2)
         peer.add(request("a"))
         peer.until_ended("a")
-        assert not any(prepared)
+        assert prepared == ["grammars"]
 
 
 def test_repeated_failures_of_steps_end_the_engine():

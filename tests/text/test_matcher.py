@@ -6,6 +6,7 @@ import json
 import random
 import threading
 from collections.abc import Callable
+from threading import Semaphore
 from unittest.mock import Mock
 
 import pytest
@@ -192,27 +193,25 @@ def test_grammars_are_built_once_and_kept(tokenizer: Tokenizer) -> None:
     assert loads == [1]
 
 
-def test_what_the_first_grammar_needs_is_prepared_in_parts(tokenizer: Tokenizer) -> None:
-    built = grammars(tokenizer)
-    for _ in range(4):
-        built.prepare()
-        assert built._part is not None
-        built._part.result(30)
-    assert built._vocabulary is not None
-    part = built._part
+def test_what_the_first_grammar_needs_is_prepared(tokenizer: Tokenizer) -> None:
+    loads = Semaphore(0)
+
+    def load() -> Tokenizer:
+        loads.release()
+        return tokenizer
+
+    built = BuiltGrammars(load, tokenizer.vocab_size)
     built.prepare()
-    assert built._part is part  # nothing is left
+    assert loads.acquire(timeout=30)
+    constraint = checked({"regex": "a"}, tokenizer)
+    assert built.matcher(constraint, []) and not loads.acquire(blocking=False)
     hopeless = grammars(None)
     hopeless.prepare()
-    failed = hopeless._part
-    assert failed is not None and isinstance(failed.exception(30), ParamError)
-    hopeless.prepare()
-    assert hopeless._part is failed  # it does not try again
     with pytest.raises(ParamError, match="needs a tokenizer"):
-        hopeless.matcher(checked({"regex": "a"}, tokenizer), [])
+        hopeless.matcher(constraint, [])
 
 
-def test_an_idle_engine_survives_without_a_thread_for_grammars(
+def test_an_engine_starts_without_a_thread_for_grammars(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built, constraint = grammars(tokenizer), checked({"regex": "a"}, tokenizer)

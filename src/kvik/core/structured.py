@@ -110,9 +110,8 @@ class Grammars(Protocol):
     """The grammars of an engine."""
 
     def prepare(self) -> None:
-        """Begin the next part of what the first grammar needs, in a thread. A part may keep other
-        threads from running, the longer the larger the vocabulary. Errors are left to the first
-        grammar."""
+        """Begin to make what the first grammar needs, in a thread. This may keep other threads from
+        running, the longer the larger the vocabulary. Errors are left to the first grammar."""
         ...
 
     def begin(self, constraint: Constraint) -> Future[object]:

@@ -249,15 +249,15 @@ class EngineHost:
             Exception: the engine as a whole failed.
         """
         try:
+            self._loop.executor.prepare_grammars()  # later it would delay more requests
             self._socket.send(frame(Ready()))
             while not self._loop.lost:
                 timeout = 0.0 if self._loop.idle_step() else self._idle
                 if timeout is None:
                     self._loop.look_at_memory()
                 bodies = self._socket.receive(LOOK_SECONDS if timeout is None else timeout)
-                if timeout is None and not bodies:  # nothing arrived: there is no step to compute
-                    self._loop.executor.prepare_grammars()
-                    continue
+                if timeout is None and not bodies:
+                    continue  # nothing arrived: there is no step to compute
                 for body in bodies:
                     self._take(body)
                 self._step()

@@ -86,7 +86,7 @@ class Executor(Protocol):
         ...
 
     def prepare_grammars(self) -> None:
-        """Use idle time to begin the next part of what the first `build_grammar` needs."""
+        """Begin to make what the first `build_grammar` needs, in a thread. Steps may pause."""
         ...
 
     def idle_step(self) -> bool:

@@ -149,22 +149,17 @@ class BuiltGrammars(Grammars):
     def __init__(self, load: Callable[[], Tokenizer | None], vocab_size: int) -> None:
         self._load = load
         self._vocab_size = vocab_size
-        self._loading = threading.RLock()  # of the next three
-        self._tokenizer: Tokenizer | None = None
-        self._tokens: TokenBytes | None = None
+        self._loading = threading.Lock()  # of the next
         self._vocabulary: GrammarVocabulary | None = None
         self._lock = threading.Lock()  # of the fields below; held only briefly
         self._built: OrderedDict[str, Any] = OrderedDict()  # by grammar, the oldest first
         self._built_bytes = 0
         self._builder: ThreadPoolExecutor | None = None
-        self._part: Future[None] | None = None  # the last one that `prepare` began
 
     def prepare(self) -> None:
         """See `Grammars.prepare`."""
-        part = self._part
-        if self._vocabulary is None and (part is None or (part.done() and not part.exception())):
-            with self._lock, suppress(RuntimeError):  # the system gives no thread now
-                self._part = self._thread().submit(self._load_part)
+        with self._lock, suppress(RuntimeError):  # the system gives no thread now
+            self._thread().submit(self._known_vocabulary)
 
     def begin(self, constraint: Constraint) -> Future[object]:
         """See `Grammars.begin`."""
@@ -208,23 +203,15 @@ class BuiltGrammars(Grammars):
 
     def _known_vocabulary(self) -> GrammarVocabulary:
         with self._loading:
-            while self._vocabulary is None:
-                self._load_part()
-            return self._vocabulary
-
-    def _load_part(self) -> None:
-        """Do the next part of loading the vocabulary, if any is left."""
-        with self._loading:
-            if self._tokenizer is None:
+            if self._vocabulary is None:
                 library()  # without it, nothing is loaded
-                self._tokenizer = self._load()
-                if self._tokenizer is None:
+                tokenizer = self._load()
+                if tokenizer is None:
                     raise ParamError(FIELD, "needs a tokenizer, and this model has none")
-            elif self._tokens is None:
-                self._tokens = TokenBytes.of(self._tokenizer, self._vocab_size)
-            elif self._vocabulary is None:
-                encode = partial(self._tokenizer.encode, add_special_tokens=False)
-                self._vocabulary = GrammarVocabulary(self._tokens, encode)
+                tokens = TokenBytes.of(tokenizer, self._vocab_size)
+                encode = partial(tokenizer.encode, add_special_tokens=False)
+                self._vocabulary = GrammarVocabulary(tokens, encode)
+            return self._vocabulary
 
 
 def _size(grammar: str) -> int:
