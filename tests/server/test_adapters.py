@@ -157,12 +157,13 @@ def test_an_operator_loads_and_unloads_them(site: Site, path: str) -> None:
         assert (reply.status, reply.error["param"]) == (400, field), bad
     reply = ask(site.server, "POST", unload, {name: "mate"})
     assert (reply.status, reply.json) == (200, {"done": True})
-    for again in (
-        ask(site.server, "POST", "/v1/completions", {**body, "model": "mate"}),
-        ask(site.server, "POST", unload, {name: "mate"}),
-        ask(site.server, "GET", "/v1/models/mate"),
+    for again, field in (
+        (ask(site.server, "POST", "/v1/completions", {**body, "model": "mate"}), "model"),
+        (ask(site.server, "POST", unload, {name: "mate"}), name),
+        (ask(site.server, "GET", "/v1/models/mate"), "model"),
     ):
-        assert (again.status, again.error["code"]) == (404, "model_not_found")
+        error = again.error
+        assert (again.status, error["code"], error["param"]) == (404, "model_not_found", field)
     assert names() == [*NAMES, "pirate", "org/poet"]
 
 

@@ -9,9 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvik.config.server_config import ServerConfig
-from kvik.errors import KvikError
 from kvik.server.app import App
-from kvik.server.errors import HttpError
+from kvik.server.errors import HttpError, rename_fields
 from kvik.server.health import ENDPOINTS as HEALTH
 from kvik.server.responses import json_response
 from kvik.server.route import get, post, routes_of
@@ -103,18 +102,15 @@ async def drain_replica(server: Server, request: Request, body: DrainRequest) ->
 
 @post("/admin/adapters/load", answer=Done, note="Let requests choose another adapter.")
 async def load(server: Server, request: Request, body: LoadLora) -> Response:
-    try:
+    with rename_fields(name="lora_name"):
         await server.load_adapter(body.lora_name, body.lora_path)
-    except KvikError as error:
-        if error.field == "name":  # of an adapter
-            error.field = "lora_name"
-        raise
     return json_response(Done())
 
 
 @post("/admin/adapters/unload", answer=Done, note="Refuse requests for an adapter from now on.")
 async def unload(server: Server, request: Request, body: UnloadLora) -> Response:
-    await server.unload_adapter(body.lora_name)
+    with rename_fields(model="lora_name"):
+        await server.unload_adapter(body.lora_name)
     return json_response(Done())
 
 

@@ -183,7 +183,8 @@ def in_messages(path: str) -> bool:
 
 def model_not_found(model: str, served: Sequence[str]) -> HttpError:
     """Return the error of a request for a model name that is not served."""
-    message = f"the model {model[:60]!r} does not exist; this server has {', '.join(served)}"
+    known = ", ".join(served) or "none"
+    message = f"the model {model[:60]!r} does not exist; this server has {known}"
     return HttpError(404, message, "model", MODEL_NOT_FOUND)
 
 
