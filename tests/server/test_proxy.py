@@ -29,7 +29,7 @@ from kvik.server import health, proxy
 from kvik.server.access import Hosts
 from kvik.server.app import openai_routes
 from kvik.server.proxy import MovedMark, Proxy, cached_share, piece_hashes, rendered
-from kvik.server.route import CLOSE_EXTENSION
+from kvik.server.route import CLOSE_EXTENSION, BodyLimits
 from kvik.server.transfer import (
     MOVED_HEADER,
     MOVES_HEADER,
@@ -185,6 +185,21 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_sent():
     ):
         client.sendall(head)
         assert client.recv(1000).startswith(b"HTTP/1.1 413 ")
+
+
+def test_large_bodies_are_limited_together(monkeypatch: pytest.MonkeyPatch):
+    """Nobody needs a key to send them."""
+    monkeypatch.setattr(proxy, "LIMITS", BodyLimits(small_bytes=200, total_bytes=1000))
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900\r\n\r\n".encode()
+    with site(Backend("a")) as made:
+        with socket.create_connection(("127.0.0.1", made.front.port)) as client:
+            client.sendall(head + b"x" * 800)
+            until(lambda: made.proxy.budget.num_bytes)
+            reply = made.post("word " * 100)
+            assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+            assert made.post("").status == 200  # a small one
+        until(lambda: not made.proxy.budget.num_bytes)
+        assert made.post("word " * 100).status == 200
 
 
 def test_events_come_as_they_are_sent():

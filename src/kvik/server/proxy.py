@@ -38,8 +38,16 @@ from kvik.core.block_pool import HASH_BYTES
 from kvik.core.routing import ReplicaChoice, ReplicaRouter
 from kvik.errors import KvikError
 from kvik.server.access import Hosts
-from kvik.server.errors import RETRY, HttpError, in_messages
-from kvik.server.route import break_connection, limit_unread, until_gone
+from kvik.server.errors import RETRY, HttpError, http_error, in_messages
+from kvik.server.route import (
+    BodyBudget,
+    BodyLimits,
+    Data,
+    break_connection,
+    limit_unread,
+    read_bytes,
+    until_gone,
+)
 from kvik.server.stored_responses import store_of
 from kvik.server.transfer import (
     MAX_RESUMPTION,
@@ -66,14 +74,14 @@ PIECE = 256  # characters of a prompt per hash
 MAX_PIECES = 2048  # chunks of a prompt that are hashed
 LIFETIME = 600.0  # seconds for which a server is assumed to hold a prompt
 ROWS = 64  # assumed batch size of a server
-MAX_BODY = 64 << 20  # bytes of a request
+# Bodies are kept until their requests end, as another server may get them. No key was checked.
+LIMITS = BodyLimits(max_bytes=64 << 20, seconds=60.0, total_bytes=1 << 30)
 TAIL = 4096  # bytes at the end of an answer that are searched for its usage
 HEALTH_SECONDS, HEALTH_TIMEOUT = 1.0, 2.0
 LOOK_SECONDS = 0.5  # that a request waits for the health of servers that get none
 CONNECT_SECONDS = 5.0
 START_SECONDS = 30.0  # for the first server to answer; they may have been started with the proxy
-# Limit for the next part of a request's body, and for a client to read the answer's.
-BODY_SECONDS = 60.0
+UNREAD_SECONDS = 60.0  # for a client to read the next part of an answer
 # Headers of a connection, not of the message (RFC 9110, section 7.6.1).
 HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
@@ -86,7 +94,6 @@ NOT_PASSED_ON = HOP_BY_HOP | {
     *(MOVES_HEADER.encode(), RESUMED_HEADER.encode()),
 }
 LET_GO_SECONDS = 10.0  # time after which a server that handed over a request may go
-CLOSE = {"connection": "close"}
 UNAVAILABLE = 503  # the server has not begun the request
 RETRIED = (502, UNAVAILABLE, 504)  # another server may succeed
 MAX_BEGUN = 2  # servers that may have begun the same request
@@ -256,6 +263,7 @@ class Proxy:
         self.retries = 0
         self.prefills = 0
         self.moves = 0
+        self.budget = BodyBudget(LIMITS)
         self._hosts = hosts
         self._timeout = timeout
         self._clock = clock
@@ -552,7 +560,7 @@ class _Passing:
         self._receive = receive
         self._send = send
         self._headers: list[tuple[bytes, bytes]] = []  # of the request, for servers
-        self._content = b""  # its body
+        self._content: Data = b""  # its body
         self._prompt = RoutedPrompt()
         self._begun = False  # a byte of the answer was sent to the client
         self._num_begun = 0  # servers that may have begun the request, and gave no answer
@@ -560,9 +568,16 @@ class _Passing:
         self._errors: dict[str, str] = {}  # URLs of the servers that were asked -> how they failed
 
     async def run(self) -> None:
-        body = await self._body()
-        if body is None:
-            return
+        with self._proxy.budget.share() as grow:
+            try:
+                request = Request(self._scope, self._receive)
+                body = await read_bytes(request, self._proxy.budget.limits, grow)
+            except KvikError as error:
+                await self._refuse(http_error(error))
+            else:
+                await self._forward(body)
+
+    async def _forward(self, body: Data) -> None:
         headers = passed_on(self._scope["headers"], NOT_PASSED_ON)
         if not any(name == b"x-request-id" and SAFE_ID.fullmatch(v) for name, v in headers):
             headers = [(name, value) for name, value in headers if name != b"x-request-id"]
@@ -589,28 +604,6 @@ class _Passing:
             tried.append(choice.replica)
             self._proxy.retries += 1
 
-    async def _body(self) -> bytes | None:
-        """Return the body; None if the request was refused."""
-        request = Request(self._scope, self._receive)
-        parts, size = list[bytes](), 0
-        declared = int(request.headers.get("content-length", 0))
-        stream = request.stream()
-        while True:
-            if max(size, declared) > MAX_BODY:
-                message = f"the body is longer than {MAX_BODY} bytes"
-                await self._refuse(HttpError(413, message, headers=CLOSE))
-                return None
-            try:
-                async with asyncio.timeout(BODY_SECONDS):
-                    part = await anext(stream, None)
-            except TimeoutError:
-                await self._refuse(HttpError(408, "the body does not come", headers=CLOSE))
-                return None
-            if part is None:
-                return b"".join(parts)
-            parts.append(part)
-            size += len(part)
-
     def _note_failure(self, choice: ReplicaChoice, reason: str) -> None:
         self._errors[self._proxy.upstreams[choice.replica].url] = reason
 
@@ -618,7 +611,7 @@ class _Passing:
         response = error.response(anthropic=in_messages(self._scope["path"]))
         await response(self._scope, self._receive, self._send)
 
-    def _read_prompt(self, body: bytes) -> RoutedPrompt:
+    def _read_prompt(self, body: Data) -> RoutedPrompt:
         """Return the prompt of a body; an empty one if there is none."""
         if stored := STORED.search(self._scope["path"]):
             return RoutedPrompt(store=store_of(stored[1]))
@@ -810,7 +803,7 @@ class _Passing:
                 self._num_begun = num_begun
                 return None
             passed = passed_on(answer.raw_headers, HOP_BY_HOP)
-            limit_unread(scope, BODY_SECONDS)
+            limit_unread(scope, UNREAD_SECONDS)
             start = {"type": "http.response.start", "status": answer.status, "headers": passed}
             mark = MovedMark() if answer.content_type == "text/event-stream" else None
             first = True

@@ -251,11 +251,13 @@ async def read_chosen(
             `HttpError`.
     """
     context = context_of(request)
-    _check_headers(request, context.budget.limits)
+    limits = context.budget.limits
+    _check_headers(request)
     with context.budget.share() as grow:
-        data = await _read(request, context.budget.limits, grow)
+        data = await read_bytes(request, limits, grow)
+        if not data:
+            raise HttpError(400, "the body is empty")
         context.arrived = time.monotonic()
-        limits = context.budget.limits
         if len(data) <= limits.small_bytes:
             body, ignored = _decode(data, choose, limits)
         else:  # in a thread, so as not to block the event loop
@@ -345,8 +347,8 @@ def _has_long_number(data: Data) -> bool:
     return any(sign in alike for sign in LONG_NUMBER)
 
 
-def _check_headers(request: Request, limits: BodyLimits) -> None:
-    """Refuse a request by its headers, before the body is read."""
+def _check_headers(request: Request) -> None:
+    """Refuse a request for JSON by its headers, before the body is read."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # A page of another origin may send some other content types without a preflight request.
     if kind != "application/json":
@@ -354,14 +356,23 @@ def _check_headers(request: Request, limits: BodyLimits) -> None:
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
         raise HttpError(415, "the body must not be compressed")
-    length = request.headers.get("content-length")
-    if (
-        length is not None and int(length) > limits.max_bytes
-    ):  # the HTTP parser checked that it is a number
+
+
+async def read_bytes(
+    request: Request, limits: BodyLimits, grow: Callable[[int], None]
+) -> bytearray:
+    """Read a body within limits.
+
+    Args:
+        grow: see `BodyBudget.share`.
+
+    Raises:
+        HttpError: 408 or 413.
+        OverloadError: too many large bodies are being read.
+    """
+    length = request.headers.get("content-length", "0")
+    if int(length) > limits.max_bytes:  # the HTTP parser checked that it is a number
         raise _too_large(limits)
-
-
-async def _read(request: Request, limits: BodyLimits, grow: Callable[[int], None]) -> bytearray:
     data = bytearray()
     try:
         async with asyncio.timeout(limits.seconds):
@@ -374,8 +385,6 @@ async def _read(request: Request, limits: BodyLimits, grow: Callable[[int], None
         headers = {"connection": "close"}
         message = f"the body did not come within {limits.seconds:g} seconds"
         raise HttpError(408, message, headers=headers) from None
-    if not data:
-        raise HttpError(400, "the body is empty")
     return data
 
 
