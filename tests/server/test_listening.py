@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 from collections.abc import Iterator
+from contextlib import ExitStack
 from http.client import HTTPConnection, HTTPSConnection
 from pathlib import Path
 
@@ -142,6 +143,11 @@ def test_only_a_stale_socket_file_is_replaced(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
     with bind_unix(str(path)):
+        assert path.is_socket()
+    stopping = ExitStack()
+    stopping.enter_context(bind_unix(str(path))).close()  # it still waits for its engine to end
+    with bind_unix(str(path)):
+        stopping.close()
         assert path.is_socket()
     path.write_text("precious")
     for wrong in (str(path), "/no/such/folder/kvik.sock", "x" * 200):

@@ -88,7 +88,9 @@ def bind_unix(path: str) -> Iterator[socket.socket]:
             listening.setblocking(False)
             yield listening
         finally:
-            Path(path).unlink(missing_ok=True)
+            listening.close()
+            with suppress(OSError):
+                _remove_stale(path)  # not the file of another server that has begun meanwhile
 
 
 def _remove_stale(path: str) -> None:
