@@ -77,6 +77,9 @@ ROWS = 64  # assumed batch size of a server
 # Bodies are kept until their requests end, as another server may get them. No key was checked.
 LIMITS = BodyLimits(max_bytes=64 << 20, seconds=60.0, total_bytes=1 << 30)
 TAIL = 4096  # bytes at the end of an answer that are searched for its usage
+# Bytes of a header of an answer. That with the ignored fields of a request may have 10 KiB, and a
+# server whose answer cannot be read counts as failed.
+MAX_HEADER = 64 << 10
 HEALTH_SECONDS, HEALTH_TIMEOUT = 1.0, 2.0
 LOOK_SECONDS = 0.5  # that a request waits for the health of servers that get none
 CONNECT_SECONDS = 5.0
@@ -293,6 +296,7 @@ class Proxy:
             auto_decompress=False,
             skip_auto_headers=("accept", "accept-encoding", "user-agent", "content-type"),
             cookie_jar=aiohttp.DummyCookieJar(),
+            max_field_size=MAX_HEADER,
         )
         try:
             await self._find_one()
