@@ -267,12 +267,13 @@ def test_the_server_is_notified_of_a_disconnect():
 # -- routing -------------------------------------------------------------------------------------
 
 
-def test_a_conversation_stays_where_it_is_and_others_spread():
+@pytest.mark.parametrize("words", [2000, 30_000])  # the latter are a large body
+def test_a_conversation_stays_where_it_is_and_others_spread(words: int):
     # The clock stands still, so that no server seems slow on a busy machine.
     with site(Backend("a"), Backend("b"), Backend("c"), clock=lambda: 0.0) as made:
         seen = set()
         for number in range(60):  # of 12, one in 40 runs has none at some server
-            long, places = f"story {number} " * 2000, set()
+            long, places = f"story {number} " * words, set()
             for turn in range(3):
                 places.add(made.post(long + "x" * turn).json["from"])
                 until(lambda: not any(one.unfinished for one in made.proxy.upstreams))
@@ -456,16 +457,18 @@ def test_only_the_server_with_the_stored_response_is_asked(monkeypatch: pytest.M
         Backend("c", role="decode", store="cccccccc"),
     ) as made:
         prefill, holder, _ = made.backends
-        reply = made.post("x" * 3000, previous_response_id=at_b)
-        assert (reply.status, reply.headers["retry-after"]) == (503, "7")
+        for size in (3000, 300_000):
+            for named in ({"previous_response_id": at_b}, {"input": [{"id": at_b}]}):
+                reply = made.post("x" * size, **named)
+                assert (reply.status, reply.headers["retry-after"]) == (503, "7")
         assert ask(made.front, "GET", f"/v1/responses/{at_b}").status == 503
-        assert len(holder.requests) == 2 and not prefill.requests
+        assert len(holder.requests) == 5 and not prefill.requests
         assert made.proxy.retries == 0
         holder.healthy = False
         until(lambda: not made.proxy.upstreams[1].healthy)
         reply = ask(made.front, "DELETE", f"/v1/responses/{at_b}")
         assert reply.status == 503 and "it rests" in reply.error["message"]
-        assert len(holder.requests) == 2
+        assert len(holder.requests) == 5
         for response_id in (unknown, "resp_x"):  # one that may say so
             reply = ask(made.front, "GET", f"/v1/responses/{response_id}")
             assert reply.json["from"] == "c"

@@ -72,6 +72,8 @@ MIN_MISSING = 2  # missing chunks of a prompt below which the decode server comp
 MAX_PREFILLED = 1 << 16  # bytes of a prefill server's answer
 PIECE = 256  # characters of a prompt per hash
 MAX_PIECES = 2048  # chunks of a prompt that are hashed
+LARGE_BODY = 256 << 10  # bytes of a body above which its prompt is hashed as it is written
+NULL = msgspec.Raw(b"null")
 LIFETIME = 600.0  # seconds for which a server is assumed to hold a prompt
 ROWS = 64  # assumed batch size of a server
 # Bodies are kept until their requests end, as another server may get them. No key was checked.
@@ -118,7 +120,9 @@ def rendered(body: Mapping[str, Any]) -> bytes:
     parts = [_canonical(first)]
     for name in ("messages", "prompt", "input", "query", "text"):
         value = body.get(name)
-        if value is not None:
+        if isinstance(value, msgspec.Raw):
+            parts.append(bytes(memoryview(value)[: MAX_PIECES * PIECE]))
+        elif value is not None:
             entries = value if isinstance(value, list) else [value]
             if entries and isinstance(entries[0], int):
                 entries = [entries]  # token ids
@@ -126,13 +130,55 @@ def rendered(body: Mapping[str, Any]) -> bytes:
     return b"\n".join(parts)
 
 
+class _Item(msgspec.Struct):
+    """An item of `input`; see `_store_named`."""
+
+    type: str | None = None
+    id: str | None = None
+
+
+class _LargeBody(msgspec.Struct):
+    """The fields of a large body from which its server is chosen; prompts stay JSON. To decode all
+    of it could stop all streams for seconds."""
+
+    model: str | None = None
+    cache_salt: str | None = None
+    tools: msgspec.Raw = NULL
+    system: msgspec.Raw = NULL
+    instructions: msgspec.Raw = NULL
+    messages: msgspec.Raw = NULL
+    prompt: msgspec.Raw = NULL
+    input: msgspec.Raw = NULL
+    query: msgspec.Raw = NULL
+    text: msgspec.Raw = NULL
+    session_id: str | None = None
+    prompt_cache_key: str | None = None
+    previous_response_id: str | None = None
+
+
+def _fields(body: Data) -> dict[str, Any]:
+    """Decode a body."""
+    if len(body) <= LARGE_BODY:
+        fields: dict[str, Any] = msgspec.json.decode(body)
+        return fields
+    return msgspec.structs.asdict(msgspec.json.decode(body, type=_LargeBody))
+
+
+def _items(value: object) -> list[_Item]:
+    """Return the items of `input`; [] if it has none."""
+    with suppress(msgspec.ValidationError):
+        if isinstance(value, msgspec.Raw):
+            return msgspec.json.decode(value, type=list[_Item])
+        return msgspec.convert(value, list[_Item])
+    return []
+
+
 def _store_named(body: Mapping[str, Any]) -> str:
     """Return the name of the store that has what a request continues or refers to; "": there is
     none."""
-    items, named = body.get("input"), [body.get("previous_response_id")]
-    for item in items if isinstance(items, list) else ():
-        if isinstance(item, dict) and item.get("type") in (None, "item_reference"):
-            named.append(item.get("id"))
+    items = _items(body.get("input"))
+    referred = (item.id for item in items if item.type in (None, "item_reference"))
+    named = (body.get("previous_response_id"), *referred)
     return next(filter(None, (store_of(name) for name in named if isinstance(name, str))), "")
 
 
@@ -622,13 +668,14 @@ class _Passing:
         if self._scope["method"] != "POST" or body.lstrip()[:1] != b"{":
             return RoutedPrompt()
         try:
-            fields = msgspec.json.decode(body)
+            fields = _fields(body)
             text = rendered(fields)
         except (ValueError, RecursionError):  # the server will report the error
             return RoutedPrompt()
         session = fields.get("session_id") or fields.get("prompt_cache_key")
         name = session if isinstance(session, str) else ""
-        return RoutedPrompt(piece_hashes(text), len(text), name, _store_named(fields))
+        size = len(text) if len(body) <= LARGE_BODY else len(body)
+        return RoutedPrompt(piece_hashes(text), size, name, _store_named(fields))
 
     async def _ask(
         self, choice: ReplicaChoice, tried: Collection[int], resumed: _Resumed | None = None
