@@ -549,6 +549,9 @@ def test_budgets_make_groups_and_their_prompts_are_planned_whole() -> None:
     whole = 512 // 16
     assert found.cache.max_blocks(512, 64) == whole + 4 + 1 + whole + 8 + 1
     assert found.cache.max_blocks(60, 64) == 2 * 4
+    # One whole prompt, those of two steps, and what the other three requests keep until a cut.
+    first, second = whole + 5 + 3 * (20 + 1) + 8, whole + 9 + 3 * (24 + 1) + 8
+    assert found.cache.num_blocks == first + second < 4 * found.cache.max_blocks(512, 64)
     ring = 4 * TINY.query_width * 32 * 4 * 2  # of four requests in two layers
     assert found.memory.kv_cache > ring
     assert found.memory.activations > dense.memory.activations

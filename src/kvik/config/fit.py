@@ -272,7 +272,7 @@ class Fit:
             count, reason = min(bounds)
             if count < per_request:
                 count, reason = per_request, "one request of max_model_len"
-        useful = size.max_num_seqs * per_request
+        useful = footprint.blocks_of_all(size)
         # More blocks only keep prefixes of requests that ended. That memory is not taken unasked.
         keeps_more = config.enable_prefix_caching and config.kv_cache_memory is not None
         if count >= useful and not keeps_more:

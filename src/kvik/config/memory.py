@@ -459,6 +459,11 @@ class Footprint:
         """Most blocks one request of `num_tokens` holds when a step adds at most `chunk`."""
         return sum(g.visible.max_blocks(num_tokens, chunk, self.block_size) for g in self.groups)
 
+    def blocks_of_all(self, size: StepSize) -> int:
+        """Return the most blocks that all requests of a step hold together."""
+        sizes = size.max_num_seqs, size.max_model_len, size.max_num_batched_tokens
+        return sum(g.visible.blocks_of_all(*sizes, self.block_size) for g in self.groups)
+
     @property
     def _item(self) -> int:
         return DTYPE_BYTES[self.dtype]

@@ -52,6 +52,11 @@ class VisibleKeys(Protocol):
         at most `chunk` tokens."""
         return -(-num_tokens // block_size)
 
+    def blocks_of_all(self, requests: int, num_tokens: int, chunk: int, block_size: int) -> int:
+        """Return the largest number of blocks that several requests of `num_tokens` hold together,
+        if a step adds at most `chunk` tokens to all of them."""
+        return requests * self.max_blocks(num_tokens, chunk, block_size)
+
     def hit_length(self, cached: Callable[[int], bool], length: int, block_size: int) -> int:
         """Return the largest number of blocks, up to `length`, that a request can take from the
         prefix cache: every block that its next query sees must be cached.
@@ -208,6 +213,13 @@ class Budget(VisibleKeys):
             return blocks
         # A prompt is computed whole, and kept tokens are copied before the rest is freed.
         return blocks + -(-(self.tokens - 1) // block_size) + 1
+
+    def blocks_of_all(self, requests: int, num_tokens: int, chunk: int, block_size: int) -> int:
+        # Prompts are computed one after another: those of a step, and of the one in flight before
+        # it, are whole, and perhaps one that began earlier.
+        longest, others = self.max_blocks(num_tokens, chunk, block_size), requests - 1
+        kept = -(-(self.tokens + self.every) // block_size) + 1
+        return longest + min(others * longest, others * kept + -(-2 * chunk // block_size))
 
     def reusable(self, prompt: int) -> int:
         # The last queries before the first cut choose what is kept, so they are computed.
