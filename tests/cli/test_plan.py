@@ -59,6 +59,13 @@ def test_json(command: Command) -> None:
     assert row["fits"] is False
 
 
+def test_whole_experts(command: Command) -> None:
+    words = ["qwen3-30b-a3b", "--hardware", "h100", "--tp", "4", "--expert-parallel"]
+    facts = command.json("plan", *words)
+    assert facts["expert_parallel"] and facts["division"]["exact"] is None
+    assert "tp 4, whole experts" in command("plan", *words).out
+
+
 def test_without_speeds_the_reason_is_named() -> None:
     answer = plan(Question(hardware="h200", context=512))
     device = replace(answer.at.device, bandwidth=None, rates={}, unknown="run it first")

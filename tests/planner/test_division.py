@@ -44,15 +44,24 @@ MORE = {
 
 
 @needs_native
-@pytest.mark.parametrize("family", FAMILIES)
-def test_exchanges_are_those_that_a_process_records(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "whole"),
+    [
+        *((family, False) for family in FAMILIES),
+        *(("Qwen3Moe", True), ("DeepseekV3", True), ("NemotronH-experts", True)),
+    ],
+)
+def test_exchanges_are_those_that_a_process_records(
+    family: str, whole: bool, tmp_path: Path
+) -> None:
     save_tiny(tmp_path, family.partition("-")[0], **{**ALL, **MORE}[family])
     options = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 64}
-    wishes = EngineConfig(device="cpu", tensor_parallel_size=2, threads=2, **options)
+    options |= {"tensor_parallel_size": 2, "expert_parallel": whole}
+    wishes = EngineConfig(device="cpu", threads=2, **options)
     resolved = resolve(wishes, read_model_spec(tmp_path), detect(), str(tmp_path))
     with torch.inference_mode():
         rank = Rank(resolved, RankSetup(1, 2, np.zeros(1 << 24, np.uint8)))
-    found = collectives(read_shape(str(tmp_path)), exact=True)
+    found = collectives(read_shape(str(tmp_path)), exact=True, whole_experts=whole)
     assert rank.digest.startswith(f"{found.count} exchanges, ")
 
 

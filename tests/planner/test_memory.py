@@ -263,16 +263,25 @@ def test_the_own_head_takes_the_memory_of_the_engines_plan(
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize(
-    "name", ["llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "gemma-3-4b", "gpt2"]
+    ("name", "whole"),
+    [
+        *(("llama-3.1-8b", False), ("gemma-3-4b", False), ("gpt2", False)),
+        *(("qwen3-30b-a3b", False), ("qwen3-30b-a3b", True), ("deepseek-v2-lite", False)),
+    ],
 )
-def test_a_plan_for_gpus_is_what_the_engine_decides(name: str, tp: int, kv: str) -> None:
+def test_a_plan_for_gpus_is_what_the_engine_decides(
+    name: str, whole: bool, tp: int, kv: str
+) -> None:
     model = shape(name)
     gpus = tuple(replace(GPU, index=i, free_memory=79 * GIB) for i in range(4))
     hardware = replace(CPU_ONLY, gpus=gpus, cuda_build=True, triton=True)
     options = {"dtype": "bfloat16", "kv_cache_dtype": "auto" if kv == "bf16" else kv}
     options |= {"max_model_len": 1000, "max_num_seqs": 8, "num_blocks": 8 * 63}
-    own = planned(model.spec, hardware, tensor_parallel_size=tp, **options).memory
-    found = memory_of(model, setting(hardware, kv=kv, context=1000, batch=8, tp=tp))
+    whole = whole and tp > 1
+    options |= {"tensor_parallel_size": tp, "expert_parallel": whole}
+    own = planned(model.spec, hardware, **options).memory
+    at = setting(hardware, kv=kv, context=1000, batch=8, tp=tp, expert_parallel=whole)
+    found = memory_of(model, at)
     assert (found.weights, found.activations) == (own.weights, own.activations)
     assert found.runtime == own.overhead
 
@@ -316,26 +325,29 @@ def test_a_quantised_checkpoint_counts_as_the_engine_loads_it(
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (1, 4)])
 @pytest.mark.parametrize("weights", ["bf16", "int4"])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "whole"),
     [
-        "bundled",
-        "qwen2.5-0.5b",  # some of its two key heads are in several processes
-        "gpt2",  # a table of positions
-        "mixtral-8x7b-v0.1",
-        "deepseek-v2-lite",
-        "gemma-2-9b",  # every other layer has a window
+        ("bundled", False),
+        ("qwen2.5-0.5b", False),  # some of its two key heads are in several processes
+        ("gpt2", False),  # a table of positions
+        ("mixtral-8x7b-v0.1", False),
+        ("mixtral-8x7b-v0.1", True),  # its experts are not divided
+        ("deepseek-v2-lite", False),
+        ("gemma-2-9b", False),  # every other layer has a window
     ],
 )
 def test_divided_models_have_the_memory_of_the_engines_plan(
-    name: str, weights: str, tp: int, pp: int
+    name: str, whole: bool, weights: str, tp: int, pp: int
 ) -> None:
     model = replace(shape(name), dtype="bfloat16")
     hardware = replace(CPU_ONLY, cores=8, memory_limit=400 * GIB)
     quantization = "int4" if weights == "int4" else "none"
-    cut = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    whole = whole and tp > 1
+    cut = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "expert_parallel": whole}
     options = {**REQUESTS, "num_blocks": 96 * (2 if name == "gemma-2-9b" else 1), **cut}
     own = planned(model.spec, hardware, dtype="bfloat16", quantization=quantization, **options)
-    planner = MemoryPlanner.of(model, setting(hardware, weights, tp=tp, pp=pp))
+    at = setting(hardware, weights, tp=tp, pp=pp, expert_parallel=whole)
+    planner = MemoryPlanner.of(model, at)
     check_same(planner.memory(), own.memory)
     parts = planner.parts()
     assert len(parts) == (0 if tp * pp == 1 else tp * pp)

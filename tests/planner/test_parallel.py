@@ -114,6 +114,27 @@ def test_the_latent_of_mla_is_copied_and_its_projections_are_cut() -> None:
     assert size(part, "expert_down") == (58 * 256, 2048 // 8, 7168)
 
 
+def test_whole_experts_are_not_divided() -> None:
+    """Of 128 experts one of three devices has 43; a token chooses as many of each third."""
+    whole = shape("qwen3-30b-a3b")
+    (part,) = shares(whole, 3, 1, "bf16", whole_experts=True)
+    assert size(part, "expert_down") == (48 * 43, 768, 2048)
+    assert size(part, "o") == size(fullest(whole, 3), "o")
+    (down,) = (m for m in part.matrices if m.role == "expert_down")
+    assert down.active_parameters == 48 * 43 * 8 // 128 * 768 * 2048
+    slices, experts = (collectives(whole, exact=True, whole_experts=w) for w in (False, True))
+    assert (slices.layer, experts.layer) == (6, 5)  # and their outputs, each in fp32
+    assert experts.numbers == slices.numbers - 8 * 768 - 2048 + 2 * 8 * 2048
+    for name, tp, message in (
+        ("llama-3-70b", 2, "must be left out: LlamaForCausalLM has no experts"),
+        ("qwen3-30b-a3b", 1, "needs --tp from 2 to 128, the experts of a layer, not 1"),
+        ("mixtral-8x7b-v0.1", 9, "needs --tp from 2 to 8, the experts of a layer, not 9"),
+    ):
+        with pytest.raises(ConfigError, match=f"^expert_parallel: {message}"):
+            check_parallel(shape(name), tp, 1, whole_experts=True)
+        assert not can_share(shape(name), tp, whole_experts=True)
+
+
 def test_stages_have_whole_layers_and_one_end() -> None:
     """Embedding and head are as large as 1.2 layers each, so the middle stage has more layers."""
     parts = shares(shape("llama-3-70b"), 1, 3, "bf16")

@@ -13,8 +13,8 @@ from kvik.cli.flags import Parser, add_model, add_option_flags, given_options
 from kvik.cli.terminal import say_answer
 from kvik.config.units import columns, count, dollars, seconds, show_bytes, three
 from kvik.planner.cost import Cost
+from kvik.planner.parallel import ACTIVATION_BYTES
 from kvik.planner.plan import Division, Plan, PlannedSpeed, Question, plan
-from kvik.planner.roofline import ACTIVATION_BYTES
 from kvik.planner.speculation import SpeculationCurve
 
 WIDTH = 100
@@ -54,6 +54,7 @@ def _header(plan: Plan) -> str:
         facts.append(_operations(device.rate(plan.arithmetic), plan.arithmetic))
     suffix = " each" if at.devices > 1 else ""
     shared = [f"{name} {size}" for name, size in (("tp", at.tp), ("pp", at.pp)) if size > 1]
+    shared += ["whole experts"] if at.expert_parallel else []
     shared += [f"in {at.parts} processes"] if at.exact and shared else []
     setting = [
         f"batch {at.batch:,} at context {at.context:,}",
@@ -486,7 +487,7 @@ OF_SHAPE = (
     *("name", "architecture", "attention", "parameters", "active_parameters", "hidden_size"),
     *("head_dim", "max_context", "notes"),
 )
-OF_SETTING = ("context", "batch", "weight_format", "kv_format", "tp", "pp")
+OF_SETTING = ("context", "batch", "weight_format", "kv_format", "tp", "pp", "expert_parallel")
 OF_PLAN = (
     *("parts", "division", "kv_waste", "remedies", "speed", "attention_matrices"),
     *("attention_variants", "weight_formats", "kv_formats", "context_parts", "rates"),

@@ -378,6 +378,7 @@ class Setting:
     batch: int = 1  # requests that run together
     tp: int = 1  # CPU processes or GPUs that share each layer
     pp: int = 1  # stages of whole layers
+    expert_parallel: bool = False  # see `EngineConfig`
     utilization: float = UTILIZATION  # fraction of the device's memory that the engine may use
     hardware: Hardware | None = None  # facts about a real machine; None: derived from `device`
     # Model or heads that draft, whole on each device; if it is `OWN_HEAD`, the shape of the model

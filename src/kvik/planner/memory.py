@@ -16,7 +16,13 @@ from kvik.config.config import EngineConfig, Notes, requested_speculation
 from kvik.config.fit import Fit, footprint_of, with_drafter
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.memory import RANK_BYTES, Limit, MemoryPlan, StepSize
-from kvik.config.parallel import check_group, repeated_bytes, stage_ends
+from kvik.config.parallel import (
+    check_group,
+    experts_of_layers,
+    given_bytes,
+    repeated_bytes,
+    stage_ends,
+)
 from kvik.config.resolve import as_drafting
 from kvik.config.speculative import MTP, OWN_HEAD
 from kvik.core.config import RESERVED_BLOCKS, CacheConfig
@@ -118,7 +124,8 @@ class MemoryPlanner:
             ConfigError: the model cannot be divided this way, by the engine's rules on a CPU, or a
                 format is unknown.
         """
-        check_parallel(shape, at.tp, at.pp, exact=at.exact)
+        whole_experts = at.expert_parallel
+        check_parallel(shape, at.tp, at.pp, exact=at.exact, whole_experts=whole_experts)
         config, spec, hardware, compute = _computing(shape, at)
         if shape.kernels != compute.kernels:
             shape = replace(shape, kernels=compute.kernels)
@@ -142,13 +149,15 @@ class MemoryPlanner:
         else:
             runs = stage_runs(shape, at.pp, at.weight_format) if at.pp > 1 else ()
             ends = tuple(run.stop for run in runs)
-            parts = shares(shape, at.tp, at.pp, at.weight_format)
+            parts = shares(shape, at.tp, at.pp, at.weight_format, whole_experts=whole_experts)
             sizes = tuple(part.weight_bytes(at.weight_format) for part in parts)
             part = parts[sizes.index(max(sizes))]
         footprint = replace(
             footprint,
             counted=shape.weight_bytes(at.weight_format),
             repeated=0 if built else repeated_bytes(config, spec, compute),
+            whole_experts=min(experts_of_layers(spec)) if whole_experts else 0,
+            output_bytes=given_bytes(config, spec, compute),
             stage_ends=ends,
             stage_bytes=sizes if len(sizes) > 1 else (),
         )
@@ -238,7 +247,10 @@ class MemoryPlanner:
         parts: list[PartMemory] = []
         for stage, part in enumerate(self.stages):
             for rank in range(at.tp):
-                matrices = [own_rows(matrix, self.shape, rank, at.tp) for matrix in part.matrices]
+                matrices = [
+                    own_rows(m, self.shape, rank, at.tp, whole_experts=at.expert_parallel)
+                    for m in part.matrices
+                ]
                 rest = part.other_parameters if rank == 0 else 0
                 parts.append(
                     PartMemory(
@@ -323,6 +335,7 @@ def _computing(shape: ModelShape, at: Setting) -> tuple[EngineConfig, ModelSpec,
         kv_cache_dtype=AUTO if at.kv_format == SHORT_DTYPES[dtype] else at.kv_format,
         tensor_parallel_size=at.tp,
         pipeline_parallel_size=at.pp if at.exact else 1,
+        expert_parallel=at.expert_parallel,
         spec_method=method,
         spec_model=at.source.path if method not in (None, MTP) else None,
     )

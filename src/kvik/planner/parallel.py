@@ -21,6 +21,7 @@ from kvik.spec.kv import KVCacheSpec
 from kvik.spec.shares import MAX_RANKS, MAX_STAGES, TILE, HeadShare, cut_cache, share_of, stages_of
 
 MAX_DEVICES = 1024
+ACTIVATION_BYTES, FP32 = 2, 4  # per number that devices send each other, and of whole experts
 
 # Replicated on every device in the fast cut: lookup tables, and matrices that are too small to be
 # worth a message or, like MLA's latents, not specific to a head.
@@ -33,9 +34,11 @@ SECOND = frozenset({"o", "down", "expert_down", "shared_down"})
 UNSHARED = frozenset({"kv_up"})
 
 
-def check_parallel(shape: ModelShape, tp: int, pp: int, *, exact: bool = False) -> None:
-    """Raise ConfigError if `tp` processes or devices cannot share a layer, or `pp` stages cannot
-    share the layers."""
+def check_parallel(
+    shape: ModelShape, tp: int, pp: int, *, exact: bool = False, whole_experts: bool = False
+) -> None:
+    """Raise ConfigError if `tp` processes or devices cannot share a layer or its whole experts, or
+    `pp` stages cannot share the layers."""
     limits = (MAX_RANKS, MAX_STAGES) if exact else (MAX_DEVICES, MAX_DEVICES)
     for name, value, limit in (("tp", tp, limits[0]), ("pp", pp, limits[1])):
         if not 1 <= value <= limit:
@@ -44,6 +47,14 @@ def check_parallel(shape: ModelShape, tp: int, pp: int, *, exact: bool = False) 
     if tp > heads:
         parts = "query heads" if heads == shape.num_heads else "groups of query heads"
         raise ConfigError("tp", f"must be at most the {heads} {parts}, not {tp}")
+    if whole_experts:
+        experts = min((m.experts for m in shape.matrices if m.experts), default=0)
+        if not experts:
+            reason = f"must be left out: {shape.architecture} has no experts"
+            raise ConfigError("expert_parallel", reason)
+        if not 1 < tp <= experts:
+            reason = f"needs --tp from 2 to {experts}, the experts of a layer, not {tp}"
+            raise ConfigError("expert_parallel", reason)
     if pp > shape.num_layers:
         raise ConfigError("pp", f"must be at most the {shape.num_layers} layers, not {pp}")
     if pp > 1 and (joined := _joined(shape)):
@@ -53,17 +64,19 @@ def check_parallel(shape: ModelShape, tp: int, pp: int, *, exact: bool = False) 
             raise ConfigError("pp", f"cannot be {pp}: {error}") from None
 
 
-def can_share(shape: ModelShape, tp: int, pp: int = 1) -> bool:
+def can_share(shape: ModelShape, tp: int, pp: int = 1, *, whole_experts: bool = False) -> bool:
     """Return whether `check_parallel` accepts this division."""
     try:
-        check_parallel(shape, tp, pp)
+        check_parallel(shape, tp, pp, whole_experts=whole_experts)
     except ConfigError:
         return False
     return True
 
 
 @lru_cache(maxsize=32)  # each step of a load needs them
-def shares(shape: ModelShape, tp: int, pp: int, weight_format: str) -> tuple[ModelShape, ...]:
+def shares(
+    shape: ModelShape, tp: int, pp: int, weight_format: str, *, whole_experts: bool = False
+) -> tuple[ModelShape, ...]:
     """Return the part on the fullest device of each stage in the fast cut, as smaller models.
 
     If there are more devices than KV heads, K and V of a head are replicated. MLA's latent serves
@@ -71,11 +84,13 @@ def shares(shape: ModelShape, tp: int, pp: int, weight_format: str) -> tuple[Mod
 
     Args:
         weight_format: of the weights; stages have about equally many bytes in it.
+        whole_experts: each device has some experts whole. A token is expected to choose as many on
+            each.
 
     Raises:
         ConfigError: the model cannot be cut so.
     """
-    check_parallel(shape, tp, pp)
+    check_parallel(shape, tp, pp, whole_experts=whole_experts)
     if tp == pp == 1:
         return (shape,)
     parts = (shape,) if pp == 1 else stages(shape, stage_runs(shape, pp, weight_format))
@@ -84,7 +99,12 @@ def shares(shape: ModelShape, tp: int, pp: int, weight_format: str) -> tuple[Mod
     def cut(layer: LayerShape) -> LayerShape:
         return replace(
             layer,
-            matrices=tuple(_cut(matrix, shape, tp, weight_format) for matrix in layer.matrices),
+            matrices=tuple(
+                _some_experts(matrix, tp - 1, tp)  # no rank has more
+                if whole_experts and matrix.experts
+                else _cut(matrix, shape, tp, weight_format)
+                for matrix in layer.matrices
+            ),
             cache=layer.cache and cut_cache(layer.cache, tp - 1, tp),  # no rank has more heads
             state_bytes=-(-layer.state_bytes // tp),
             state_flops=-(-layer.state_flops // tp),
@@ -136,6 +156,12 @@ def _cut(matrix: MatrixGroup, shape: ModelShape, tp: int, weight_format: str) ->
     if matrix.role in ("q_up", "kv_up"):
         return replace(matrix, outputs=-(-matrix.outputs * heads // shape.num_heads))
     return replace(matrix, outputs=-(-matrix.outputs // tp))
+
+
+def _some_experts(matrix: MatrixGroup, rank: int, tp: int) -> MatrixGroup:
+    """Return the experts of one process, undivided."""
+    first, end = share_of(matrix.experts, rank, tp)
+    return replace(matrix, count=matrix.count // matrix.experts * (end - first))
 
 
 def _channels(down: MatrixGroup, shape: ModelShape, tp: int, weight_format: str) -> int:
@@ -234,9 +260,13 @@ def _cache_of_all(cache: KVCacheSpec, tp: int) -> KVCacheSpec:
     return replace(cache, num_kv_heads=sum(part.num_kv_heads for part in parts))
 
 
-def own_rows(matrix: MatrixGroup, shape: ModelShape, rank: int, tp: int) -> MatrixGroup:
+def own_rows(
+    matrix: MatrixGroup, shape: ModelShape, rank: int, tp: int, *, whole_experts: bool = False
+) -> MatrixGroup:
     """Return the part of a matrix that one process of the exact cut has; a table other than the
     head is whole."""
+    if whole_experts and matrix.experts:
+        return _some_experts(matrix, rank, tp)
     if not matrix.multiplied and matrix.role != "head":
         return matrix
     piece = TILE
@@ -259,12 +289,13 @@ class Collectives:
     numbers: int  # numbers per token in that layer, all columns or sums together
 
 
-def collectives(shape: ModelShape, *, exact: bool) -> Collectives:
+def collectives(shape: ModelShape, *, exact: bool, whole_experts: bool = False) -> Collectives:
     """Return the collectives of a step with more than one process or device.
 
     The exact cut has one after each product and after attention, two per layer for experts, and one
-    after the token vectors if these are rows of the head. The fast cut has one after attention or
-    states, and one after the MLP or experts.
+    after the token vectors if these are rows of the head. With whole experts it has one for them,
+    of the outputs of each in fp32. The fast cut has one after attention or states, and one after
+    the MLP or experts.
     """
     if not exact:
         each = [
@@ -276,10 +307,18 @@ def collectives(shape: ModelShape, *, exact: bool) -> Collectives:
     numbers: list[int] = []
     for layer in shape.layers:
         products = [m for m in layer.matrices if m.role not in UNSHARED and not m.experts]
-        routed = [matrix for matrix in layer.matrices if matrix.experts]
+        routed = [
+            matrix
+            for matrix in layer.matrices
+            if matrix.experts and (matrix.role in SECOND or not whole_experts)
+        ]
         counts.append(sum(m.count * m.uses for m in products) + len(routed) + layer.attends)
         made = sum(m.count * m.uses * _columns(m) for m in products)
-        made += sum(_columns(m) * (1 if m.role in SECOND else m.active) for m in routed)
+        for matrix in routed:
+            if whole_experts:
+                made += matrix.active * matrix.outputs * FP32 // ACTIVATION_BYTES
+            else:
+                made += _columns(matrix) * (1 if matrix.role in SECOND else matrix.active)
         numbers.append(made + layer.attends * shape.num_heads * shape.v_head_dim)
     outer = shape.outside.matrices
     outside = sum(m.count for m in outer if m.multiplied or m.role == "token_inputs")

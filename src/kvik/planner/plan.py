@@ -23,16 +23,22 @@ from kvik.config.memory import HeadsFootprint, Limit
 from kvik.config.model_source import CONFIG
 from kvik.config.speculative import DIVIDED_METHODS, MTP, NO_SOURCE, OWN_HEAD, DraftSource
 from kvik.errors import ConfigError, ModelError
-from kvik.options import FORMERLY, Integer, Number, OneOf, Text, normalised, option
+from kvik.options import FORMERLY, Flag, Integer, Number, OneOf, Text, normalised, option
 from kvik.planner.calibration import calibration_path
 from kvik.planner.cost import Cost, DailyLoad, TokenRates, cost, parse_load
 from kvik.planner.devices import UTILIZATION, Device, Setting, find_device, this_device
 from kvik.planner.families import read_shape, windowed, with_own_head
 from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts, weight_facts, weight_format
 from kvik.planner.memory import MAX_REQUESTS, KVWaste, Memory, MemoryPlanner, PartMemory
-from kvik.planner.parallel import MAX_DEVICES, Collectives, can_share, check_parallel, collectives
-from kvik.planner.roofline import (
+from kvik.planner.parallel import (
     ACTIVATION_BYTES,
+    MAX_DEVICES,
+    Collectives,
+    can_share,
+    check_parallel,
+    collectives,
+)
+from kvik.planner.roofline import (
     compute_bound_batch,
     decode,
     decode_rate,
@@ -69,7 +75,8 @@ class Division:
     cut: str  # "exact" or "fast" (see `planner/parallel.py`)
     collectives: Collectives | None  # None: no layer is shared
     layer_bytes: int  # bytes per token that collectives carry in a layer
-    # On GPUs, the collectives of the exact cut; None: on a CPU, or no layer is shared.
+    # On GPUs, the collectives of the exact cut; None: on a CPU, no layer is shared, or experts are
+    # whole, which needs the fast cut.
     exact: Collectives | None
     hop_bytes: int  # bytes per token from one stage to the next
     exchange: float | None  # measured seconds; None: not measured, or not on a CPU
@@ -86,7 +93,8 @@ def division_of(shape: ModelShape, at: Setting) -> Division | None:
     """Return the costs of the division; None: the model is not divided."""
     if at.parts == 1:
         return None
-    ops = collectives(shape, exact=at.exact) if at.tp > 1 else None
+    whole_experts = at.expert_parallel
+    ops = collectives(shape, exact=at.exact, whole_experts=whole_experts) if at.tp > 1 else None
     measured = at.device.calibration if at.exact else None
     step = rate = rate_of_one = None
     if at.device.rated:
@@ -99,7 +107,7 @@ def division_of(shape: ModelShape, at: Setting) -> Division | None:
         cut="exact" if at.exact else "fast",
         collectives=ops,
         layer_bytes=ops.numbers * ACTIVATION_BYTES if ops else 0,
-        exact=None if at.exact or not ops else collectives(shape, exact=True),
+        exact=None if at.exact or whole_experts or not ops else collectives(shape, exact=True),
         hop_bytes=shape.hidden_size * ACTIVATION_BYTES if at.pp > 1 else 0,
         exchange=measured.exchange_seconds(at.tp) or None if measured and ops else None,
         hop=measured.hop or None if measured else None,
@@ -154,6 +162,11 @@ class Question:
     pp: int = option(
         1, Integer(1, MAX_DEVICES), "stages of whole layers, of --tp GPUs or processes each"
     )
+    expert_parallel: bool = option(
+        False,
+        Flag(),
+        "each of the --tp GPUs or processes has some whole experts, not a part of each",
+    )
     price: float | None = option(
         None, Number(0, 1e6), "US dollars per hour and device; None: the listed price of the device"
     )
@@ -203,7 +216,8 @@ def check_question(question: Question, shape: ModelShape, *, exact: bool = False
         raise ConfigError(
             "context", f"must be at most the model's {limit} tokens, not {question.context}"
         )
-    check_parallel(shape, question.tp, question.pp, exact=exact)
+    whole_experts = question.expert_parallel
+    check_parallel(shape, question.tp, question.pp, exact=exact, whole_experts=whole_experts)
     context = context_of(question, shape)
     if question.output_tokens is not None and question.output_tokens >= context:
         raise ConfigError(
@@ -498,9 +512,9 @@ def _more_devices(shape: ModelShape, at: Setting) -> Iterator[Setting]:
     stages."""
     if at.exact or at.device.link == 0:
         return
-    tp, pp = at.tp, at.pp
+    tp, pp, whole_experts = at.tp, at.pp, at.expert_parallel
     while 2 * tp * pp <= MAX_DEVICES:
-        if can_share(shape, 2 * tp, pp) and 2 * tp <= MAX_TP:
+        if can_share(shape, 2 * tp, pp, whole_experts=whole_experts) and 2 * tp <= MAX_TP:
             tp *= 2
         elif can_share(shape, tp, 2 * pp):
             pp *= 2
@@ -691,6 +705,7 @@ def setting_of(
         batch=question.batch,
         tp=question.tp,
         pp=question.pp,
+        expert_parallel=question.expert_parallel,
         utilization=question.memory_utilization,
         hardware=hardware,
         source=draft_source(question.draft, shape),

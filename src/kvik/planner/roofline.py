@@ -25,7 +25,14 @@ from kvik.planner.calibration import (
 )
 from kvik.planner.devices import Device, Setting
 from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts
-from kvik.planner.parallel import collectives, shares, stage_runs, together, unevenness
+from kvik.planner.parallel import (
+    ACTIVATION_BYTES,
+    collectives,
+    shares,
+    stage_runs,
+    together,
+    unevenness,
+)
 from kvik.planner.search import smallest
 from kvik.planner.shape import MatrixGroup, ModelShape, read_keys
 from kvik.spec.weight_kind import WeightKind
@@ -128,7 +135,6 @@ def small_seconds(
 
 MAX_ROWS = 1 << 20  # end of the search for a compute-bound batch
 LOGIT_BYTES = 4
-ACTIVATION_BYTES = 2  # per number that devices send each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +241,9 @@ def step_time(shape: ModelShape, at: Setting, step: PlannedStep) -> StepTime:
         part = replace(at, device=at.device.divided(cores, at.busy))
         work = _Work.of(together(shape, at.tp), part, step)
     else:
-        (part_of_layers,) = shares(shape, at.tp, 1, at.weight_format)
+        (part_of_layers,) = shares(
+            shape, at.tp, 1, at.weight_format, whole_experts=at.expert_parallel
+        )
         work = _Work.of(part_of_layers, at, step)
     parts = [*work.parts(), *_messages(shape, at, step)]
     return StepTime(tuple(part for part in parts if part.expected > 0))
@@ -408,7 +416,7 @@ def _messages(shape: ModelShape, at: Setting, step: PlannedStep) -> list[StepPar
     if tp == pp == 1:
         return []
     message = step.rows * shape.hidden_size * ACTIVATION_BYTES
-    ops = collectives(shape, exact=at.exact)
+    ops = collectives(shape, exact=at.exact, whole_experts=at.expert_parallel)
     if at.exact:
         if (measured := device.calibration) is None:
             return []

@@ -55,7 +55,7 @@ class MatrixGroup:
         """Parameters that one token is multiplied with."""
         if not self.multiplied:
             return 0
-        share = self.count // self.experts * self.active if self.experts else self.count
+        share = self.count * self.active // self.experts if self.experts else self.count
         return share * self.inputs * self.outputs
 
     def touched(self, rows: int) -> float:

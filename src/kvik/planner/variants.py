@@ -200,7 +200,7 @@ def context_parts(shape: ModelShape, at: Setting, memory: Memory) -> tuple[Conte
     device = at.device
     if at.exact or at.pp > 1 or shape.state_bytes or not (device.rated and device.link):
         return ()
-    (shard,) = shares(shape, at.tp, 1, at.weight_format)
+    (shard,) = shares(shape, at.tp, 1, at.weight_format, whole_experts=at.expert_parallel)
     prompt, step = prefill(at.context), decode(at.batch, at.context)
     attention, _ = _split_time(shape, at, prompt, "attention")
     reading, rest = _split_time(shape, at, step, "kv cache")
@@ -214,7 +214,8 @@ def context_parts(shape: ModelShape, at: Setting, memory: Memory) -> tuple[Conte
         _, products = _split_time(shape, at, prefill(-(-at.context // parts)), "attention")
         sending = max(0.0, remote_share * received - attention / parts)
         kv_cache = -(-memory.kv_cache // parts)
-        wide, wider = replace(at, tp=parts * at.tp), can_share(shape, parts * at.tp)
+        wide = replace(at, tp=parts * at.tp)
+        wider = can_share(shape, wide.tp, whole_experts=at.expert_parallel)
         rows.append(
             ContextRow(
                 parts=parts,
