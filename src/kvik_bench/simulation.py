@@ -69,7 +69,7 @@ class Traffic:
         Text("a path", metavar="FILE"),
         "times and lengths of the requests, as for kvik bench serve; None: conversations",
     )
-    speed: float = option(1.0, Number(0, 1e6, above=True), "speed of the trace's clock")
+    speed: float = option(1.0, Number(1e-6, 1e6), "speed of the trace's clock")
 
 
 @dataclass(slots=True)

@@ -298,6 +298,7 @@ def test_engines_are_those_of_the_planner(capsys: pytest.CaptureFixture[str]):
     words = ["simulate", "llama-3.1-8b", "--hardware", "h100", "--replicas", "1", "--requests", "5"]
     words += ["--turns", "1", "--json"]
     times = []
+    words += ["--output-tokens", "10000"]  # of the load, not a question to the planner
     for flags in ([], ["--tp", "4"], ["--tp", "4", "--dtype", "fp8"]):
         assert main.main([*words, *flags]) == 0
         times.append(json.loads(capsys.readouterr().out)[0]["ttft_p50"])
@@ -332,6 +333,7 @@ def test_the_verb_compares_policies(capsys: pytest.CaptureFixture[str]):
         ("--rate", "0", "rate"),
         ("--num-blocks", "1", "num_blocks"),
         ("--disk-rate", "0", "disk_rate"),
+        ("--trace none.csv --speed", "1e-300", "speed"),  # times would be infinite
         ("--max-num-batched-tokens", "63", "max_num_seqs"),
         ("--kv-tiers", "memory:1KiB", "kv_tiers"),
         ("--kv-tiers", "disk:1GiB", "kv_tiers"),
@@ -339,7 +341,7 @@ def test_the_verb_compares_policies(capsys: pytest.CaptureFixture[str]):
 )
 def test_bad_numbers_name_their_field(flag: str, value: str, field: str):
     with pytest.raises(KvikError, match=f"^{field}: "):
-        verb.run(verb.build_parser().parse_args(["--hardware", "h100", flag, value]))
+        verb.run(verb.build_parser().parse_args(["--hardware", "h100", *flag.split(), value]))
 
 
 @pytest.mark.parametrize(

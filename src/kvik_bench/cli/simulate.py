@@ -84,7 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("speed", "needs --trace")
     traffic = Traffic(**load)
     traffic = replace(traffic, **normalised(traffic, ConfigError))
-    engine = simulated(Question(**given_options(Question, arguments)), options)
+    question = given_options(Question, arguments)
+    question.pop("output_tokens", None)  # of the load
+    engine = simulated(Question(**question), options)
     outcomes: list[tuple[Outcome, float]] = []
     with share_bar(redraws=False) as progress:
         for policy in POLICIES:

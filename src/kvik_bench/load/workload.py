@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, count, islice, pairwise
 from pathlib import Path
 from typing import Final
 
@@ -112,11 +112,7 @@ def read_trace(path: Path, speed: float = 1.0, limit: int | None = None) -> list
             header = [name.strip() for name in next(reader, [])]
             if tuple(header[: len(TRACE_COLUMNS)]) != TRACE_COLUMNS:
                 raise ParamError("trace", f"must begin with the line {','.join(TRACE_COLUMNS)}")
-            read = [
-                _read_row(row, reader.line_num)
-                for row, _ in zip(reader, count() if limit is None else range(limit), strict=False)
-                if row
-            ]
+            read = [_read_row(row, reader.line_num) for row in islice(filter(None, reader), limit)]
     except OSError as error:
         raise ParamError("trace", f"cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, csv.Error):

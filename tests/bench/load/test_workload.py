@@ -250,7 +250,7 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
 
 
 def test_a_trace_is_sped_up_and_cut(tmp_path: Path) -> None:
-    rows = read_trace(trace(tmp_path, HEADER + ROWS), speed=2.0, limit=2)
+    rows = read_trace(trace(tmp_path, HEADER + "\n" + ROWS), speed=2.0, limit=2)
     assert [row.offset for row in rows] == pytest.approx([0.0, 0.026])
 
 
