@@ -46,7 +46,7 @@ def test_without_a_file_the_error_names_the_command(tmp_path: Path) -> None:
     [
         ({"schema": 99}, "schema 99"),
         ({"launch": -1.0}, "Expected `float` >= 0.0"),
-        ({"activation": 0.0}, "Expected `float` > 0.0"),
+        ({"activation": 0.0}, "Expected `float` >= 1.0"),
         ({"reads": []}, "nothing measured"),
         ({"linears": {"bf16": []}}, "nothing measured"),
         ({"hop": -1e-6}, "Expected `float` >= 0.0"),
@@ -57,6 +57,13 @@ def test_without_a_file_the_error_names_the_command(tmp_path: Path) -> None:
         ),
         ({"linears": {"bf16": to_builtins(calibration().linears["bf16"])[::-1]}}, "out of order"),
         ({"peaks": {"bf16": "fast"}}, "Expected `float`"),
+        (
+            {"linears": {"bf16": [to_builtins(calibration().linears["bf16"][0]) | {"rows": 0}]}},
+            "rows",
+        ),
+        ({"attention": [to_builtins(calibration().attention[0]) | {"head_dim": -1}]}, "head_dim"),
+        ({"reads": [{"bytes": 1, "rate": 5e-324}]}, "rate"),  # divides to infinity
+        ({"launch": 1e308}, "launch"),
         (b"\xff{", ""),
     ],
 )

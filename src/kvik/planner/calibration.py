@@ -28,10 +28,11 @@ SCHEMA = 1  # of the file; files with other schemas are refused
 # Working sets, in bytes, that count as read from a cache and as read from memory.
 CACHED, STREAMED = 8 << 20, 64 << 20
 
-
-Rate = Annotated[float, msgspec.Meta(gt=0)]
-Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
+# No measurement is beyond these, and sums and quotients of numbers within them are finite.
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Rate = Annotated[float, msgspec.Meta(ge=1, le=1e21)]
+Share = Annotated[float, msgspec.Meta(ge=1e-6, le=1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -47,7 +48,7 @@ class Machine(msgspec.Struct, frozen=True):
 class ReadRate(msgspec.Struct, frozen=True):
     """The rate of reading a working set repeatedly; one that fits into a cache is read faster."""
 
-    bytes: Annotated[int, msgspec.Meta(gt=0)]
+    bytes: Count
     rate: Rate  # the median of the samples
     low: float = 0.0  # the least sample; 0: not recorded
     high: float = 0.0  # the greatest; likewise
@@ -60,7 +61,7 @@ class ReadRate(msgspec.Struct, frozen=True):
 class LinearCosts(msgspec.Struct, frozen=True):
     """Costs of multiplying a number of rows by a matrix."""
 
-    rows: int
+    rows: Count
     call: Seconds  # seconds of a call, whatever the size of the matrix
     input: Seconds  # seconds for each input of all rows
     output: Seconds  # seconds for each output of all rows
@@ -77,7 +78,7 @@ class LinearCosts(msgspec.Struct, frozen=True):
 class AttentionCosts(msgspec.Struct, frozen=True):
     """Costs of attention and of preparing it, for one head size."""
 
-    head_dim: int
+    head_dim: Count
     sequence: Seconds  # seconds per decoding sequence and layer
     # Seconds for each element of a key and its value, read once for all query heads.
     cached: Seconds
@@ -106,7 +107,7 @@ class HostCost(msgspec.Struct, frozen=True):
 
     # Read by the kernels since the last step; they evict the engine's own code and data from the
     # CPU caches.
-    bytes: int
+    bytes: Count
     step: Seconds
     row: Seconds
 
@@ -114,7 +115,7 @@ class HostCost(msgspec.Struct, frozen=True):
 class ExchangeCost(msgspec.Struct, frozen=True):
     """Seconds of an exchange between processes that share layers and arrive at the same time."""
 
-    processes: int
+    processes: Count
     seconds: Seconds
 
 
@@ -137,7 +138,7 @@ class Calibration(msgspec.Struct, frozen=True):
     exchanges: tuple[ExchangeCost, ...] = ()
     # Seconds of a message from one process to another, whatever its size; 0: not measured.
     hop: Seconds = 0.0
-    hop_rate: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # bytes per second of a large message
+    hop_rate: Annotated[float, msgspec.Meta(ge=0, le=1e21)] = 0.0  # bytes/s of a large message
     disturbed: bool = False  # other processes used CPU time during the measurement
     schema: int = SCHEMA
 
