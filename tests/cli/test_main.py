@@ -147,6 +147,10 @@ def test_a_panic_of_a_library_is_one_line(command: Command, tmp_path: Path) -> N
         (PermissionError(13, "Permission denied", "/model"), "/model: Permission denied"),
         (OSError(40, "Too many levels of symbolic links", "/a"), "/a: Too many levels of symbol"),
         (OSError(28, "No space left on device"), "No space left on device"),
+        (
+            OSError(28, "No space left", "/model", None, "/tmp/copy"),
+            "/model -> /tmp/copy: No space",
+        ),
         (TimeoutError(), "TimeoutError"),
         (MemoryError(), "memory: there is too little of it"),
         (OSError(12, "Cannot allocate memory", "/model"), "memory: there is too little of it"),

@@ -90,7 +90,8 @@ def _problem(error: BaseException) -> str | None:
         return f"{package}: is not installed: pip install {package}"
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
-        return f"{error.filename}: {reason}" if error.filename is not None else reason
+        files = [file for file in (error.filename, error.filename2) if file is not None]
+        return f"{' -> '.join(map(str, files))}: {reason}" if files else reason
     if type(error).__name__ == "PanicException":  # of a Rust library; derives from
         (reason, *_) = str(error).splitlines() or [""]  # BaseException, as a panic is a bug in it
         return f"tokenizer: failed inside its library; tokenizer.json is probably wrong ({reason})"

@@ -21,7 +21,8 @@ from kvik.config.hardware import (
     prompt_attention_path,
     save_thresholds,
 )
-from kvik.errors import ConfigError
+from kvik.config.units import show_bytes
+from kvik.errors import CapacityError, ConfigError
 from kvik.files import can_write
 from kvik.planner.calibration import Calibration, ReadRate, calibration_path, save
 from kvik_bench.cli.output import integer_up_to
@@ -131,19 +132,24 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _calibrate_cpu(arguments: argparse.Namespace) -> int:
+    hardware = detect()  # before torch takes memory
+
     from kvik_bench.machine.calibrate import calibrate
     from kvik_bench.machine.stage import FULL, QUICK
 
-    hardware = detect()
     set_outside: dict[str, Any] = environment_options()
     threads: int = arguments.threads or set_outside.get("threads") or hardware.cores
     path = arguments.output or calibration_path()
     if not can_write(path, parents=True):
         raise ConfigError("output", f"cannot write {str(path)!r}: -o names another file")
-    with share_bar(redraws=False) as progress:
-        calibration, remarks = calibrate(
-            hardware, threads, QUICK if arguments.quick else FULL, progress
+    effort = QUICK if arguments.quick else FULL
+    if hardware.memory_limit < effort.memory:
+        needed, left = show_bytes(effort.memory), show_bytes(hardware.memory_limit)
+        raise CapacityError(
+            "memory", f"{needed} are needed, {left} are left: {hardware.memory_reason}"
         )
+    with share_bar(redraws=False) as progress:
+        calibration, remarks = calibrate(hardware, threads, effort, progress)
     say_report(as_text(calibration))
     for remark in remarks:
         say(f"kvik: warning: {remark}", error=True)

@@ -121,6 +121,18 @@ def test_nothing_is_measured_that_cannot_be_saved(
     assert asked == []
 
 
+def test_nothing_is_measured_without_enough_memory(
+    asked: list[tuple[int, Effort]], monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    """The system would kill the process."""
+    small = replace_gpu(HARDWARE, memory_limit=FULL.memory - 1)
+    monkeypatch.setattr(calibrate, "detect", lambda: small)
+    error = command.refusal("calibrate")
+    assert "memory: 1.8 GiB are needed, 1.8 GiB are left: RAM available" in error and not asked
+    command("calibrate", "--quick")
+    assert asked == [(2, QUICK)]
+
+
 def test_the_environment_sets_the_threads(
     asked: list[tuple[int, Effort]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
