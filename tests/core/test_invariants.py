@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from helpers import invariants
+from helpers.invariants import InvariantError
 from helpers.simulation import Setup, Simulation
 
-from kvik.core import invariants
-from kvik.core.invariants import InvariantError
 from kvik.core.pins import PinnedPrefix, PinTable
 from kvik.core.scheduler import Scheduler
 from kvik.core.types import Pin, RequestStatus

@@ -6,13 +6,13 @@ import random
 from dataclasses import replace
 
 import pytest
+from helpers import invariants
 from helpers.fake_worker import EOS, FakeWorker, extend_state, likely_tokens, start_state
 from helpers.served_engine import FakeExecutor, tiny_config
 from helpers.simulation import Setup
 from helpers.tiers import runs
 
 from kvik.config.config import ResolvedConfig
-from kvik.core import invariants
 from kvik.core.config import POLICIES
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from helpers import invariants
 from helpers.served_engine import engine_request as request
 
-from kvik.core import invariants
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, Pin, PromptUse, RequestDelta
 from kvik.errors import CapacityError, ParamError

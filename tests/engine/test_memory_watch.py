@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from helpers import invariants
 
 from kvik.config.units import MIB
-from kvik.core import invariants
 from kvik.core.config import TierSizes
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from helpers import invariants
 from helpers.fake_worker import (
     EOS,
     PAGE,
@@ -15,7 +16,6 @@ from helpers.fake_worker import (
 )
 from helpers.windows import Seen, as_window
 
-from kvik.core import invariants
 from kvik.core.config import CacheConfig, SchedulerConfig, TierSizes
 from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams

@@ -7,6 +7,6 @@ results. It uses `queue.py` (waiting requests, deadlines), `policy.py` (order, c
 which uses `block_pool.py` (blocks and the prefix cache), `pins.py` (pinned prefixes) and
 `checkpoints.py` (copies of states). `moves.py` decides which blocks are copied to tiers and loaded
 again; `tier_index.py` records which tier has which. `step_clock.py` measures how long steps take,
-`work.py` counts what they compute; `invariants.py` audits all of this. `beams.py` continues the
-beams of a search, each by a request for one token. `routing.py` chooses among several engines.
+`work.py` counts what they compute. `beams.py` continues the beams of a search, each by a request
+for one token. `routing.py` chooses among several engines.
 """

@@ -1,4 +1,4 @@
-"""Checks of the whole state of a scheduler, for tests and for debugging a running engine."""
+"""Checks of the whole state of a scheduler."""
 
 from __future__ import annotations
 
