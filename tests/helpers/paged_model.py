@@ -106,8 +106,14 @@ class PagedModel:
                 states=self.states.layers,
             )
             ids = torch.tensor([token for part in chunks.values() for token in part])
-            logits = self.model.logits(self.model.forward(ids, ctx))
+            logits = self.model.logits(self.forward(ids, ctx))
         return dict(zip(chunks, logits.split(lengths), strict=True))
+
+    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """ids [tokens] -> hidden [tokens, hidden], normalised."""
+        x = self.model.enter(ids, ctx)
+        inputs = self.model.token_inputs(ids, x, ctx)
+        return self.model.leave(self.model.blocks(x, replace(ctx, token_inputs=inputs)))
 
     def logits(self, ids: list[int], chunk: int = 0, sequence: int = 0) -> Tensor:
         """Return logits [tokens, vocab] of a prompt, in chunks of `chunk` tokens (0: at once)."""

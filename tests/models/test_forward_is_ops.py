@@ -19,7 +19,7 @@ from kvik.attention.reference import ReferenceAttention
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.models.model_spec import ModelSpec
-from kvik.spec.declare import ForwardContext, Network
+from kvik.spec.declare import ForwardContext
 
 
 class Foreign(TorchDispatchMode):
@@ -54,20 +54,16 @@ class Foreign(TorchDispatchMode):
         return Ops(**{f.name: self.wrap(getattr(REFERENCE, f.name)) for f in fields(Ops)})
 
 
-class Watched:
+class Watched(PagedModel):
     """A model whose forward and logits run under a `Foreign`."""
 
-    def __init__(self, model: Network, foreign: Foreign) -> None:
-        self.model = model
-        self.foreign = foreign
+    foreign: Foreign
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         with self.foreign:
-            return self.model.forward(ids, ctx)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        with self.foreign:
-            return self.model.logits(hidden)
+            hidden = super().forward(ids, ctx)
+            self.model.logits(hidden)
+        return hidden
 
 
 @pytest.mark.full
@@ -79,12 +75,12 @@ def test_forwards_only_compute_in_operations(case: str, dtype: torch.dtype) -> N
     spec = ModelSpec.from_config(tiny_config(family, **options).to_dict())
     foreign = Foreign()
     backend = ReferenceAttention(REFERENCE)
-    paged = PagedModel(None, spec=spec, dtype=dtype, ops=foreign.ops(), backend=backend)
+    paged = Watched(None, spec=spec, dtype=dtype, ops=foreign.ops(), backend=backend)
     backend.run = foreign.wrap(backend.run)
     backend.run_latent = foreign.wrap(backend.run_latent)
     backend.choose = foreign.wrap(backend.choose)
     backend.run_compressed = foreign.wrap(backend.run_compressed)
-    paged.model = Watched(paged.model, foreign)
+    paged.foreign = foreign
     paged.logits(tokens(9), chunk=5)
     assert foreign.found == []
 

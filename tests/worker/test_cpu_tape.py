@@ -27,7 +27,6 @@ from kvik.models.decoder import Decoder
 from kvik.nn.builder import Builder
 from kvik.nn.kv_formats import allocate_kv, allocate_states
 from kvik.nn.loader import load_model
-from kvik.spec.declare import ForwardContext
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.graphs import Eager, EngineNetwork
 from kvik.worker.input_batch import build_input_batch
@@ -259,8 +258,8 @@ def llama(tmp_path: Path) -> dict[str, object]:
 class Doubling(Decoder):
     """It multiplies by a torch operation of its own."""
 
-    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        return super().forward(ids, ctx) * 2.0
+    def leave(self, x: Tensor) -> Tensor:
+        return super().leave(x) * 2.0
 
 
 def test_a_model_that_computes_with_torch_runs_eagerly(

@@ -419,14 +419,6 @@ class Decoder:
         if spec.predictor is not None:
             self.predictor = Predictor(spec, builder, spec.predictor, self, make_layer)
 
-    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """ids [tokens] -> hidden [tokens, hidden]."""
-        x = self.enter(ids, ctx)
-        inputs = self.token_inputs(ids, x, ctx)
-        return self.leave(
-            self.blocks(x, ctx if inputs is None else replace(ctx, token_inputs=inputs))
-        )
-
     def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
         x = self.embed(ids)
@@ -488,10 +480,6 @@ class Predictor:
         self.turned = model.turned[spec.last_attending]
         # [most tokens of a step, hidden], which the worker allocates.
         self.hidden: Tensor | None = None
-
-    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """ids [tokens] -> hidden [tokens, hidden]."""
-        return self.leave(self.blocks(self.enter(ids, ctx), ctx))
 
     def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> their embeddings and `hidden`, joined, [tokens, hidden]."""

@@ -72,10 +72,6 @@ class Eagle3Head:
         them, [tokens, hidden]."""
         return self.join(reduce(self.joined, taps))
 
-    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """ids [tokens] -> hidden [tokens, hidden]."""
-        return self.leave(self.blocks(self.enter(ids, ctx), ctx))
-
     def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> their embeddings, normalised, [tokens, hidden]."""
         assert self.embed_target is not None

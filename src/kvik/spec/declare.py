@@ -245,16 +245,11 @@ ALL = slice(None)  # layers
 class Network(Protocol):
     """A model without state: it has only weights; the cache is part of the context.
 
-    Its layers can be run separately: forward is leave(blocks(enter(ids))), where the context of the
-    blocks has the `token_inputs`.
+    A forward is leave(blocks(enter(ids))), where the context of the blocks has the `token_inputs`.
     """
 
     def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
-        ...
-
-    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """ids [tokens] -> hidden [tokens, hidden], normalised."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

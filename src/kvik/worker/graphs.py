@@ -23,7 +23,7 @@ from kvik.kernels.upload import upload
 from kvik.nn.kv_formats import NO_STATES, KVCache, States
 from kvik.nn.layers import PooledHead
 from kvik.nn.lora import AdapterSlots
-from kvik.spec.declare import ForwardContext, Network, Taps
+from kvik.spec.declare import ALL, ForwardContext, Network, Taps
 from kvik.spec.kv import KVGroup
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.shares import PipelineStage
@@ -218,16 +218,14 @@ class EngineNetwork:
         kv, states = self.kv.layers, self.states.layers
         ctx = ForwardContext(step.positions, metadata, kv, states, taps=taps)
         model, stage = self.model, self.stage
-        if stage is None:
-            hidden = model.forward(input_ids, ctx)
-        else:
-            x = entered[0] if entered else model.enter(input_ids, ctx)
-            if not entered and (inputs := model.token_inputs(input_ids, x, ctx)) is not None:
-                ctx = replace(ctx, token_inputs=inputs)
-            x = model.blocks(x, ctx, slice(stage.layers.start, stage.layers.stop))
-            if not stage.last:
-                return StepOutput(x, x[:0], x[:0], x[:0], tuple(taps.kept) if taps else ())
-            hidden = model.leave(x)
+        x = entered[0] if entered else model.enter(input_ids, ctx)
+        if not entered and (inputs := model.token_inputs(input_ids, x, ctx)) is not None:
+            ctx = replace(ctx, token_inputs=inputs)
+        span = ALL if stage is None else slice(stage.layers.start, stage.layers.stop)
+        x = model.blocks(x, ctx, span)
+        if stage is not None and not stage.last:
+            return StepOutput(x, x[:0], x[:0], x[:0], tuple(taps.kept) if taps else ())
+        hidden = model.leave(x)
         if not self.generates:
             return StepOutput(hidden, hidden[:0], hidden[:0], hidden[:0])
         logits = self.model.logits(self.ops.gather_rows(hidden, step.logits_indices))

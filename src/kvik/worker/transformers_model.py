@@ -296,7 +296,7 @@ class TransformersModel:
     def _no_layers(*inputs: object) -> Any:
         raise ConfigError("fallback", "must be none where more than a model's tokens is requested")
 
-    forward = enter = token_inputs = blocks = leave = _no_layers
+    enter = token_inputs = blocks = leave = _no_layers
 
 
 def load_transformers(
