@@ -91,17 +91,13 @@ class GroupedQueryAttention:
         self.scale = None if scale is None else inner.query_scale(scale)
         self.attend = inner.attention(
             layer,
+            facts,
             dim,
             spec.scales.attention,
             norms=(made[0], made[1]) if made else None,
             softcap=spec.scales.attention_cap,
             sinks=heads if sinks else 0,
-            rope=facts.rope,
-            bidirectional=facts.bidirectional,
-            value_dim=facts.value_dim,
             sink_name=sink_name,
-            slopes=facts.slopes,
-            index=facts.index,
         )
         width = heads * spec.value_dim(facts)
         self.o = inner.linear(o, width, hidden, bias=spec.o_bias, role="o")

@@ -52,7 +52,7 @@ class Eagle3Head:
         self.qkv = inner.heads(
             QKV, 2 * hidden, counts, dim, bias=spec.qkv_bias, rope=layer.rope, full_rows=True
         )
-        self.attend = inner.attention(0, dim, rope=layer.rope)
+        self.attend = inner.attention(0, layer, dim)
         self.o = inner.linear("o_proj", heads * dim, hidden, bias=spec.o_bias, role="o")
         self.mlp_norm = norm("post_attention_layernorm")
         self.mlp = block.at("mlp").gated_mlp(hidden, spec.inner(layer), bias=spec.mlp_bias)

@@ -53,9 +53,7 @@ class Gemma4Attention:
             builder.ignore(*(f"{kv}_proj.{part}" for kv in "kv" for part in ("weight", "bias")))
         self.heads = builder.heads(names, hidden, counts[: len(names)], dim, bias=spec.qkv_bias)
         norms = (q_norm, k_norm)
-        self.attend = builder.attention(
-            layer, dim, 1.0, norms, rope=facts.rope, kv_from=facts.kv_from
-        )
+        self.attend = builder.attention(layer, facts, dim, 1.0, norms)
         self.o = builder.linear("o_proj", spec.num_heads * dim, hidden, bias=spec.o_bias, role="o")
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:

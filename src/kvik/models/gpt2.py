@@ -37,7 +37,7 @@ class GPT2Attention:
         self.qkv = inner.linear(
             "c_attn", hidden, 3 * hidden, bias=spec.qkv_bias, role="qkv", transposed=transposed
         )
-        self.attend = inner.attention(layer, spec.head_dim)
+        self.attend = inner.attention(layer, spec.layers[layer], spec.head_dim)
         self.o = inner.linear(
             "c_proj", hidden, hidden, bias=spec.o_bias, role="o", transposed=transposed
         )

@@ -95,7 +95,7 @@ from kvik.spec.declare import (
 )
 from kvik.spec.experts import ExpertsSpec, Router
 from kvik.spec.kv import CompressedSpec, IndexSpec, KVGroup, StateSpec
-from kvik.spec.layers import LatentSpec, QueryScale
+from kvik.spec.layers import LatentSpec, LayerSpec, QueryScale
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.rope import RopeSpec
 from kvik.spec.shares import TILE, Between, PipelineStage
@@ -866,18 +866,13 @@ class Builder(LayerBuilder):
     def attention(
         self,
         layer: int,
+        facts: LayerSpec,
         head_dim: int,
         scale: float | None = None,
         norms: tuple[RMSNorm, RMSNorm | None] | None = None,
         softcap: float | None = None,
         sinks: int = 0,
-        rope: RopeSpec | None = None,
-        kv_from: int | None = None,
-        bidirectional: int | None = None,
-        value_dim: int | None = None,
         sink_name: str = SINKS,
-        slopes: Sequence[float] = (),
-        index: IndexSpec | None = None,
     ) -> Attention:
         """Return the attention of a layer.
 
@@ -887,15 +882,13 @@ class Builder(LayerBuilder):
                 none.
             softcap: as in `AttentionSpec`.
             sinks: number of heads with a learned sink; 0: none.
-            rope: rotation of q and k; None: none.
-            kv_from, bidirectional, value_dim, slopes, index: as in `LayerSpec`.
             sink_name: of the sinks.
 
         Raises:
             ConfigError: the attention backend does not support it.
         """
         self.ignore(*KV_SCALES)
-        head_norms = None
+        rope, bidirectional, head_norms = facts.rope, facts.bidirectional, None
         if norms is not None:
             q_norm, k_norm = norms
             k_weight = None if k_norm is None else k_norm.weight
@@ -904,11 +897,13 @@ class Builder(LayerBuilder):
         learned = None
         if sinks:
             learned = self._parameters.tensor(self._name(sink_name), (sinks,), "bias")
-        alibi = torch.tensor(slopes, dtype=torch.float32, device=self.device) if slopes else None
+        alibi = None
+        if facts.slopes:
+            alibi = torch.tensor(facts.slopes, dtype=torch.float32, device=self.device)
         scale = head_dim**-0.5 if scale is None else scale
         local_heads = self._scope in self.declared.heads
         spec = AttentionSpec(
-            scale, head_norms, softcap, learned, local_heads, bidirectional, value_dim, alibi
+            scale, head_norms, softcap, learned, local_heads, bidirectional, facts.value_dim, alibi
         )
         self.backend.caps.check(spec)
         q_rope = None
@@ -919,7 +914,7 @@ class Builder(LayerBuilder):
                     self.ops, rope, head_dim, self.max_model_len, self.device, of_queries=True
                 )
             q_rope = self._q_ropes[key]
-        owner = layer if kv_from is None else kv_from
+        owner = layer if facts.kv_from is None else facts.kv_from
         owner = 0 if bidirectional is not None else owner  # all such layers use layer 0's cache
         position, group = self._position_of[owner], self._group_of[owner]
         window = self._groups[group].spec.window
@@ -928,7 +923,7 @@ class Builder(LayerBuilder):
         sink_rope = None
         if window is not None and window.sinks and rope is not None:
             sink_rope = self._ropes[rope, head_dim]
-        return Attention(self.backend, position, group, spec, q_rope, sink_rope, index)
+        return Attention(self.backend, position, group, spec, q_rope, sink_rope, facts.index)
 
     def latent_attention(
         self,

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from kvik.spec.fields import Fields
 from kvik.spec.kv import CompressedSpec, IndexSpec
-from kvik.spec.layers import LatentSpec, LayerRule, PredictorSpec, QueryScale, rotary_layers
+from kvik.spec.layers import (
+    LatentSpec,
+    LayerRule,
+    LayerSpec,
+    PredictorSpec,
+    QueryScale,
+    rotary_layers,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -908,18 +915,13 @@ class LayerBuilder:
     def attention(
         self,
         layer: int,
+        facts: LayerSpec,
         head_dim: int,
         scale: float | None = None,
         norms: tuple[Any, Any] | None = None,
         softcap: float | None = None,
         sinks: int = 0,
-        rope: RopeSpec | None = None,
-        kv_from: int | None = None,
-        bidirectional: int | None = None,
-        value_dim: int | None = None,
         sink_name: str = SINKS,
-        slopes: Sequence[float] = (),
-        index: IndexSpec | None = None,
     ) -> AttentionLayer:
         if sinks:
             self._other(sink_name, sinks)
