@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -136,24 +136,6 @@ class CapturePeers:
 NO_CAPTURE_PEERS = CapturePeers()
 
 
-class Capturer(Protocol):
-    """Records the kernels that a function launches."""
-
-    def capture(self, call: Callable[[], None], peers: CapturePeers = NO_CAPTURE_PEERS) -> Captured:
-        """Call the function at least once and record it; may also replay it.
-
-        Args:
-            call: launches kernels on memory that is never moved, and waits for none of them.
-            peers: they capture the same function. A recording has no effect on others, but calls
-                and replays exchange data: there is a replay only if all have recorded.
-
-        Raises:
-            NotCaptured: the function cannot be captured.
-            Exception: a call or a replay failed.
-        """
-        ...
-
-
 class CudaCapturer:
     """Captures CUDA graphs that share one pool for their intermediate results. They can share it,
     because they run one after another and intermediate results are not read after a run.
@@ -176,6 +158,17 @@ class CudaCapturer:
         self._broken: list[torch.cuda.CUDAGraph] = []
 
     def capture(self, call: Callable[[], None], peers: CapturePeers = NO_CAPTURE_PEERS) -> Captured:
+        """Call a function twice and record the kernels that it launches the second time.
+
+        Args:
+            call: launches kernels on memory that is never moved, and waits for none of them.
+            peers: they capture the same function. A recording has no effect on others, but calls
+                and replays exchange data: there is a replay only if all have recorded.
+
+        Raises:
+            NotCaptured: the function cannot be captured.
+            Exception: a call or a replay failed.
+        """
         call()  # compiles kernels and initialises libraries, which cannot be captured
         before = torch.cuda.current_stream()
         free, _ = torch.cuda.mem_get_info(self._device)
@@ -242,7 +235,7 @@ class Captures(Generic[Size]):
 
     def __init__(
         self,
-        capturer: Capturer,
+        capturer: CudaCapturer,
         sizes: Sequence[Size],
         call_of: Callable[[Size], Callable[[], None]],
         clock: Callable[[], float],

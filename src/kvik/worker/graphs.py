@@ -27,7 +27,7 @@ from kvik.spec.declare import ALL, ForwardContext, Network, Taps
 from kvik.spec.kv import KVGroup
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.shares import PipelineStage
-from kvik.worker.captures import Capturer, Captures, GraphMemory
+from kvik.worker.captures import Captures, CudaCapturer, GraphMemory
 from kvik.worker.group import (
     CopyCaches,
     CutKeys,
@@ -65,7 +65,7 @@ class CapturedRows(RowGraph):
         function: RowFunction,
         like: Sequence[Tensor],
         sizes: Sequence[int],
-        capturer: Capturer,
+        capturer: CudaCapturer,
         clock: Callable[[], float],
         memory: GraphMemory,
     ) -> None:

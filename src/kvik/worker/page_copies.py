@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from mmap import mmap
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -249,23 +248,7 @@ class ProcessCopies:
 # Copies on the stream of a GPU.
 
 
-class Mark(Protocol):
-    """A point on the stream; `torch.cuda.Event`."""
-
-    def query(self) -> bool:
-        """Return whether everything before it has ended."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until then."""
-        ...
-
-    def elapsed_time(self, end: Any, /) -> float:
-        """Return the milliseconds until another one; both have been passed."""
-        ...
-
-
-def mark_now() -> Mark:
+def mark_now() -> torch.cuda.Event:
     """Return the end of the current stream."""
     mark = torch.cuda.Event(enable_timing=True)
     mark.record()
@@ -302,7 +285,7 @@ class StreamCopies:
         pages: Sequence[GroupPages],
         rows: int,
         row_bytes: int,
-        mark: Callable[[], Mark] = mark_now,
+        mark: Callable[[], torch.cuda.Event] = mark_now,
         pin: Callable[[np.ndarray], Callable[[], object]] = pin,
     ) -> None:
         """
@@ -314,7 +297,8 @@ class StreamCopies:
         self.rows = host_memory(rows * row_bytes).reshape(rows, row_bytes)
         self._unpin = pin(self.rows)
         self._number = self._done = 0
-        self._pending: deque[tuple[int, Mark]] = deque()  # number of a copy, and its end
+        # The number of each copy, and its end.
+        self._pending: deque[tuple[int, torch.cuda.Event]] = deque()
 
     def copy(self, group: int, blocks: list[int], rows: list[int], *, load: bool) -> Copied:
         self._number += 1

@@ -28,7 +28,7 @@ from kvik.kernels.packing import PLAIN, Packing
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import DTYPES
 from kvik.nn.kv_formats import Zeros
-from kvik.worker.captures import NO_CAPTURE_PEERS, Capturer, CudaCapturer, GraphMemory
+from kvik.worker.captures import NO_CAPTURE_PEERS, CudaCapturer, GraphMemory
 from kvik.worker.graphs import CapturedRows, Eager, EngineNetwork, Graph, RowFunction, RowGraph
 from kvik.worker.group import RankSetup
 from kvik.worker.joined import Joined
@@ -373,7 +373,7 @@ class GpuMemory:
         self._device = torch.device(config.runner.device)
 
     @cached_property
-    def capturer(self) -> Capturer:
+    def capturer(self) -> CudaCapturer:
         """Captures forwards of the model, of the draft model and of draft heads."""
         return CudaCapturer(self._device)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvik.attention.layout import StepLayout
 from kvik.config.graph_sizes import GraphSize
-from kvik.worker.captures import NO_CAPTURE_PEERS, CapturePeers, Capturer, Captures, GraphMemory
+from kvik.worker.captures import NO_CAPTURE_PEERS, CapturePeers, Captures, CudaCapturer, GraphMemory
 from kvik.worker.graphs import Eager, EngineNetwork, Graph, StepOutput, zero_rows
 from kvik.worker.group import OtherRanks, RunStep
 from kvik.worker.input_batch import StepTensors
@@ -153,7 +153,7 @@ class DecodeGraphs(Graph):
         self,
         network: EngineNetwork,
         inputs: DeviceInputs,
-        capturer: Capturer,
+        capturer: CudaCapturer,
         sizes: Sequence[GraphSize],
         block_size: int,
         max_context: int,

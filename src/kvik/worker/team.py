@@ -13,9 +13,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 from math import ceil, floor
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvik.config.hardware import cpu_quota, used_cpu_time
+
+if TYPE_CHECKING:
+    from kvik.kernels.cpu.native import Native
 
 log = logging.getLogger(__name__)
 
@@ -81,15 +84,6 @@ def pace_of(cores: float | None) -> EvenPace | None:
     return EvenPace(cores, time.process_time if file is None else partial(used_cpu_time, file))
 
 
-class Threads(Protocol):
-    """The part of the native kernels that a `Team` watches and limits."""
-
-    @property
-    def working(self) -> int: ...
-
-    def limit(self, threads: int) -> None: ...
-
-
 class Team:
     """The threads of the native kernels, as used by a worker.
 
@@ -101,7 +95,7 @@ class Team:
 
     def __init__(
         self,
-        threads: Threads,
+        threads: Native,
         max_threads: int,
         pace: EvenPace | None = None,
         clock: Callable[[], float] = time.monotonic,

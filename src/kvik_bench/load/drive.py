@@ -13,24 +13,15 @@ from array import array
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvik.errors import ConfigError
 from kvik.planner.serving import Slo
 from kvik_bench.load.metrics import CONNECT, INTERRUPTED, RequestRecord
-from kvik_bench.load.workload import LoadConversation, LoadRequest, LoadWorkload
+from kvik_bench.load.workload import LoadConversation, LoadWorkload
 
-
-class Target(Protocol):
-    """Something that answers requests."""
-
-    async def send(self, request: LoadRequest, record: RequestRecord) -> str | None:
-        """Send one request, once, and fill the record while the answer arrives.
-
-        Sets `sent` as late as possible. Errors of the server do not raise: they are noted in the
-        record, and None is returned instead of the answer's text. When cancelled, raises
-        `CancelledError` and leaves the record unchanged.
-        """
+if TYPE_CHECKING:
+    from kvik_bench.load.openai_target import OpenAITarget
 
 
 FAILURE_PAUSE = 0.1  # seconds
@@ -74,15 +65,8 @@ class RunLog:
         return self.cpu_seconds / max(self.ended - self.started, 1e-9)
 
 
+# (conversation, due, delay) -> whether it was completed
 Talk = Callable[[LoadConversation, float, float], Awaitable[bool]]
-
-
-class Load(Protocol):
-    """When conversations start."""
-
-    async def run(self, talk: Talk, workload: LoadWorkload, budget: Budget) -> None:
-        """Call `talk(conversation, due, delay)` for each conversation; return when all have ended.
-        `talk` returns whether the conversation was completed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +140,10 @@ class OpenLoop:
                 group.create_task(guest(conversation, due, max(free_since - due, 0.0)))
 
 
+# When conversations start: `run` calls `talk` for each, and returns when all have ended.
+Load = ClosedLoop | OpenLoop
+
+
 @dataclass(frozen=True, slots=True)
 class Level:
     """One load of a test."""
@@ -183,7 +171,7 @@ class LoadTest:
 
 async def drive(
     load: Load,
-    target: Target,
+    target: OpenAITarget,
     workload: LoadWorkload,
     budget: Budget,
     log: RunLog,

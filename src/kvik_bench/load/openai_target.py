@@ -249,6 +249,12 @@ class OpenAITarget:
         self._clock = asyncio.get_running_loop().time
 
     async def send(self, request: LoadRequest, record: RequestRecord) -> str | None:
+        """Send a request, and fill the record while the answer arrives.
+
+        Sets `sent` as late as possible. Errors of the server do not raise: they are noted in the
+        record, and None is returned instead of the answer's text. When cancelled, raises
+        `CancelledError` and leaves the record unchanged.
+        """
         body = self._server.body(request)
         answer = AnswerReader(record, self._decoder)
         record.sent = self._clock()

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,21 +31,9 @@ from kvik.nn.loader import load_weights
 from kvik.nn.safetensors import read_header
 from kvik.worker.draft_tree import MAX_NODES, DraftTree
 from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
-from kvik.worker.graphs import RowFunction, RowGraph
+from kvik.worker.graphs import EngineNetwork, RowFunction, RowGraph
 from kvik.worker.platforms import PlatformParts
 from kvik.worker.request_table import RequestTable
-
-
-class HeadTarget(Protocol):
-    """The parts of the model that heads use: its embedding and its head."""
-
-    def enter(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """ids [rows] at positions [rows] -> the model's input, [rows, hidden]."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> [rows, vocab] fp32."""
-        ...
 
 
 class MedusaDrafter(Drafter):
@@ -104,7 +91,7 @@ class EagleDrafter(Drafter):
     def __init__(
         self,
         layer: Callable[[Tensor, Tensor], Tensor],
-        model: HeadTarget,
+        model: EngineNetwork,
         table: RequestTable,
         tree: DraftTree,
         device: torch.device,
@@ -193,7 +180,7 @@ _FIRST, _DEEPER, _NEXT_RANK, _RANKS = 0.6, 0.8, 0.3, 8
 
 
 def load_medusa(
-    folder: Path, model: HeadTarget, sizes: tuple[int, int], parts: PlatformParts
+    folder: Path, model: EngineNetwork, sizes: tuple[int, int], parts: PlatformParts
 ) -> MedusaHeads:
     """Load Medusa heads from a folder.
 

@@ -21,7 +21,6 @@ from kvik.worker.drafters.base import Drafter
 from kvik.worker.drafters.draft_model import DraftModel, DraftNetwork, DraftSampling, Vocabulary
 from kvik.worker.drafters.heads import (
     EagleDrafter,
-    HeadTarget,
     MedusaDrafter,
     drafted_tokens,
     load_eagle,
@@ -119,7 +118,7 @@ def _tree(parts: DrafterParts) -> DraftTree:
     return tree_of(chosen.source.heads, chosen.num_draft_tokens, chain=chain)
 
 
-def _target(parts: DrafterParts) -> tuple[HeadTarget, tuple[int, int]]:
+def _target(parts: DrafterParts) -> tuple[EngineNetwork, tuple[int, int]]:
     return parts.network, (parts.config.model.hidden_size, parts.vocab_size)
 
 
