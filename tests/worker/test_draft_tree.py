@@ -18,24 +18,6 @@ def test_depths_words_and_paths():
     assert TREE.drafts == 5
 
 
-@pytest.mark.parametrize(
-    ("parents", "ranks", "why"),
-    [
-        ((), (), "1 to"),
-        ((-1,) + (0,) * MAX_NODES, tuple(range(MAX_NODES + 1)), "1 to"),
-        ((-1, 0), (0,), "parent and a rank"),
-        ((0, 0), (0, 0), "node 0"),
-        ((-1, 2, 0), (0, 0, 0), "before it"),
-        ((-1, 1), (0, 0), "before it"),
-        ((-1, 0, 0), (0, 1, 1), "different ranks"),
-        ((-1, 0), (0, -1), "different ranks"),
-    ],
-)
-def test_invalid_trees_are_refused(parents, ranks, why):
-    with pytest.raises(ValueError, match=why):
-        DraftTree(parents, ranks)
-
-
 def every_tree(accuracies: list[list[float]], drafts: int) -> list[float]:
     """Return the value of each set of nodes that is closed under parents."""
     nodes = [

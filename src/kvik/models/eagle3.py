@@ -4,12 +4,11 @@ model at three depths, and then from its own."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING
 
 from kvik.models.decoder import QKV, layer_norms
-from kvik.spec.declare import ALL, DeclaredTable, ForwardContext, LayerBuilder
+from kvik.spec.declare import ALL, DeclaredTable, ForwardContext, LayerBuilder, ListedLayer
 from kvik.spec.model import ModelFacts
 
 if TYPE_CHECKING:
@@ -19,17 +18,6 @@ if TYPE_CHECKING:
 # normalised.
 PLAIN, NORMED = WIRINGS = ("EAGLE-3", "EAGLE-3, norm before residual")
 TAPS = 3  # residual streams of the model
-
-
-@dataclass(frozen=True, slots=True)
-class _Outputs:
-    """The shape of a head without an embedding, for `LayerBuilder.lm_head`."""
-
-    table: DeclaredTable
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.table.rows, self.table.width
 
 
 class Eagle3Head:
@@ -58,7 +46,7 @@ class Eagle3Head:
         self.mlp = block.at("mlp").gated_mlp(hidden, spec.inner(layer), bias=spec.mlp_bias)
         self.norm = builder.rms_norm("norm", hidden, spec.norm_eps)
         table = DeclaredTable("embedding", "", spec.vocab_size, hidden)
-        self.lm_head = builder.lm_head("lm_head", _Outputs(table))
+        self.lm_head = builder.lm_head("lm_head", ListedLayer(table))
         self.ropes = [builder.rope(rope, width) for rope, width in spec.rotations]
         builder.ignore("embed_tokens.weight", "d2t", "t2d")
         self.normed = spec.wiring == NORMED

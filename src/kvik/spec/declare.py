@@ -609,7 +609,7 @@ class Declaration:
 
 
 @dataclass(frozen=True, slots=True)
-class _Listed:
+class ListedLayer:
     """Placeholder for a layer that is not built."""
 
     table: DeclaredTable | None = None
@@ -626,7 +626,7 @@ class _Listed:
         return self.table.rows, self.table.width
 
 
-_LISTED = _Listed()
+_LISTED = ListedLayer()
 
 
 class LayerBuilder:
@@ -838,7 +838,7 @@ class LayerBuilder:
     ) -> TokenTable:
         table = DeclaredTable("embedding", self._name(name), vocab, hidden, tied)
         self._listed.tables.append(table)
-        return _Listed(table)
+        return ListedLayer(table)
 
     def token_inputs(
         self, name: str, vocab: int, width: int, *, scale: float, rows: int | None = None

@@ -22,24 +22,11 @@ MAX_NODES = 63  # a node's ancestors are the bits of a word, whose sign is not u
 
 @dataclass(frozen=True)
 class DraftTree:
-    """The shape of a tree of drafts."""
+    """The shape of a tree of drafts, of at most `MAX_NODES` nodes."""
 
     parents: tuple[int, ...]  # of each node; node 0 has -1
     # Of each node: which candidate at its depth it is, 0 the likeliest. 0 for node 0.
     ranks: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not 1 <= len(self.parents) <= MAX_NODES:
-            raise ValueError(f"a tree has 1 to {MAX_NODES} nodes, not {len(self.parents)}")
-        if len(self.ranks) != len(self.parents):
-            raise ValueError("every node of a tree has a parent and a rank")
-        if self.parents[0] != -1 or self.ranks[0] != 0:
-            raise ValueError("node 0 has the parent -1 and the rank 0")
-        named = list(zip(self.parents, self.ranks, strict=True))
-        if any(not 0 <= parent < node for node, parent in enumerate(self.parents) if node):
-            raise ValueError("a node's parent comes before it")
-        if len(set(named)) != len(named) or min(self.ranks) < 0:
-            raise ValueError("the children of a node have different ranks from 0 on")
 
     @staticmethod
     def best(accuracies: Sequence[Sequence[float]], drafts: int) -> DraftTree:

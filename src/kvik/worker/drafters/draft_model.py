@@ -601,14 +601,14 @@ class DraftModel(Drafter):
         if np.count_nonzero(chunks) < len(slots):
             going = going[chunks[going] > 0]
         if not len(going):
-            return _none(len(slots))
+            return Drafts.of([()] * len(slots))
         drafted = counts[going]
         forwards = Forwards(network, slots[going], computed[going], chunks[going], drafted)
         self._filled.overwrite(forwards.blocks)
         output = forwards.first()
         depth_limit = int(drafted[0])
         if not depth_limit:
-            return _none(len(slots))
+            return Drafts.of([()] * len(slots))
         chosen = going[: np.count_nonzero(drafted)]
         guessing = Guessing(self._sampling, rows, chosen, lengths, counts)
         tokens = guessing.draft(0, *network.logits(output))
@@ -677,10 +677,6 @@ class DraftModel(Drafter):
         furthest = np.argsort(-computed, kind="stable")
         _, first = np.unique(blocks[furthest], return_index=True)
         return np.delete(behind, furthest[first])
-
-
-def _none(rows: int) -> Drafts:
-    return Drafts(np.zeros(rows, np.int64), np.zeros(0, np.int64))
 
 
 def _within(chunks: np.ndarray, budget: int) -> np.ndarray:
