@@ -23,12 +23,8 @@ class BitNetAttention(GroupedQueryAttention):
         inner, width = builder.at("self_attn"), spec.num_heads * spec.head_dim
         self.norm = inner.rms_norm("attn_sub_norm", width, spec.norm_eps, before="o")
 
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
-    ) -> Tensor:
-        """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
-        q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
-        return self.o(self.norm(self.attend(q, k, v, ctx, rotation)), ctx, residual)
+    def output(self, attended: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor:
+        return self.norm(attended)
 
 
 class BitNetMLP:

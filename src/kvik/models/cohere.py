@@ -72,13 +72,9 @@ class HeadNormAttention(GroupedQueryAttention):
             for make, name in zip(makes, norms, strict=True)
         )
 
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
-    ) -> Tensor:
-        """x, residual [tokens, hidden], rotation [tokens, head_dim] or None -> [tokens, hidden]."""
-        q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
-        attended = self.attend(self.q_norm(q), self.k_norm(k), v, ctx, rotation)
-        return self.o(attended, ctx, residual)
+    def heads(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().heads(x, ctx)
+        return self.q_norm(q), self.k_norm(k), v
 
 
 def cohere_layer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> Layer:

@@ -108,10 +108,17 @@ class GroupedQueryAttention:
         self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
     ) -> Tensor:
         """x, residual [tokens, hidden], rotation [tokens, head_dim] or None -> [tokens, hidden]."""
-        q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
-        if self.scale is not None:
-            q = self.scale(q, ctx)
-        return self.o(self.attend(q, k, v, ctx, rotation), ctx, residual)
+        attended = self.attend(*self.heads(x, ctx), ctx, rotation)
+        return self.o(self.output(attended, x, ctx), ctx, residual)
+
+    def heads(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """x [tokens, hidden] -> q, k and v, [tokens, heads or kv_heads, head_dim]."""
+        q, k, v = self.qkv(x, ctx)
+        return q if self.scale is None else self.scale(q, ctx), k, v
+
+    def output(self, attended: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """attended [tokens, heads * value_dim], x [tokens, hidden] -> what `o` reads."""
+        return attended
 
 
 class GatedOutputAttention(GroupedQueryAttention):
@@ -142,13 +149,8 @@ class GatedOutputAttention(GroupedQueryAttention):
         self.gate = inner.linear(gate, spec.hidden_size, width, bias=False, role="gates")
         self.gated = builder.gated(by)
 
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
-    ) -> Tensor:
-        """x, residual [tokens, hidden], rotation [tokens, head_dim] or None -> [tokens, hidden]."""
-        q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
-        attended = self.attend(q, k, v, ctx, rotation)
-        return self.o(self.gated(attended, self.gate(x, ctx)), ctx, residual)
+    def output(self, attended: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor:
+        return self.gated(attended, self.gate(x, ctx))
 
 
 # x, residual [tokens, hidden] or None, rotation [tokens, head_dim] or None -> [tokens, hidden]

@@ -60,14 +60,9 @@ class Olmo2Attention(GroupedQueryAttention):
         self.q_norm = norm("q_norm", heads * dim, heads=heads)
         self.k_norm = norm("k_norm", kv_heads * dim, heads=kv_heads)
 
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
-    ) -> Tensor:
-        """x, residual [tokens, hidden], rotation [tokens, head_dim] or None -> [tokens, hidden]."""
-        q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
-        q = self.q_norm(q.flatten(1)).view(q.shape)
-        k = self.k_norm(k.flatten(1)).view(k.shape)
-        return self.o(self.attend(q, k, v, ctx, rotation), ctx, residual)
+    def heads(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().heads(x, ctx)
+        return self.q_norm(q.flatten(1)).view(q.shape), self.k_norm(k.flatten(1)).view(k.shape), v
 
 
 POST_NORMS: Mapping[str, str] = {
