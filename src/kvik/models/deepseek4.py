@@ -20,8 +20,8 @@ from kvik.spec.layers import (
     MAX_QUERY_RANK,
     MAX_STREAMS,
     SLIDING,
+    HyperSpec,
     LayerSpec,
-    StreamsSpec,
 )
 from kvik.spec.model import ModelFacts
 from kvik.spec.rope import MAX_POSITIONS, RopeSpec, read_rope
@@ -130,7 +130,7 @@ def v4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, .
         raise fields.error("o_groups", f"must divide num_attention_heads ({heads}), not {groups}")
     main, compress, turned = read_ropes(fields, positions, dim)
     window = Window(fields.integer("sliding_window", 1, MAX_POSITIONS, 128))
-    streams = StreamsSpec(
+    streams = HyperSpec(
         fields.integer("hc_mult", 2, MAX_STREAMS, 4),
         largest=2.0,
         smallest=fields.number("hc_eps", 0.0, 1.0, 1e-6),
@@ -142,7 +142,7 @@ def v4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, .
         groups,
         fields.integer("o_lora_rank", 1, MAX_WIDTH, 1024),
     )
-    base = LayerSpec(window, main, compressed=plain, streams=streams)
+    base = LayerSpec(window, main, compressed=plain, hyper=streams)
     rates = fields.inside("compress_rates")
 
     def with_entries(kind: str, old: str, usual: int) -> LayerSpec:

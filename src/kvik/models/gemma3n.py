@@ -27,7 +27,7 @@ from kvik.models.gemma4 import (
 )
 from kvik.spec.declare import ForwardContext, LayerBuilder, Norm
 from kvik.spec.fields import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Fields
-from kvik.spec.layers import MAX_STREAMS, SLIDING, LayerSpec, StreamsSpec, layer_types, read_window
+from kvik.spec.layers import MAX_STREAMS, SLIDING, AltUpSpec, LayerSpec, layer_types, read_window
 from kvik.spec.model import ModelFacts
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ SPARSE_LAYERS, SPARSITY = 10, 0.95  # of models that do not say it
 class AltUp:
     """Predicts the residual streams of a layer and corrects them by what it computes."""
 
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, streams: StreamsSpec) -> None:
+    def __init__(self, spec: ModelFacts, builder: LayerBuilder, streams: AltUpSpec) -> None:
         hidden, count, self.active = spec.hidden_size, streams.count, streams.active
         self.hidden = hidden
         self.norm = builder.rms_norm("router_norm", hidden, spec.norm_eps, scale=1 / hidden)
@@ -72,10 +72,11 @@ class Gemma3nLayer:
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         facts, hidden = spec.layers[layer], spec.hidden_size
-        assert facts.streams is not None
+        streams = facts.alt_up
+        assert streams is not None
         norm = partial(builder.rms_norm, dim=hidden, eps=spec.norm_eps)
         laurel = builder.at("laurel")
-        self.altup = AltUp(spec, builder.at("altup"), facts.streams)
+        self.altup = AltUp(spec, builder.at("altup"), streams)
         self.attention_norm = norm("input_layernorm")
         self.attention = Gemma4Attention(spec, builder.at("self_attn"), layer)
         self.attended_norm = norm("post_attention_layernorm")
@@ -90,13 +91,13 @@ class Gemma3nLayer:
         )
         self.fed_norm = norm("post_feedforward_layernorm")
         self.scale = None
-        if facts.streams.scaled:
+        if streams.scaled:
             self.scale = builder.learned_scale("altup.correct_output_scale", hidden)
         else:
             builder.ignore("altup.correct_output_scale")
         self.own = OwnInput(spec, builder, layer)
         # The first stream does not get it.
-        self.spread = builder.weighted_sums(1, (0.0, *[1.0] * (facts.streams.count - 1)))
+        self.spread = builder.weighted_sums(1, (0.0, *[1.0] * (streams.count - 1)))
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
         """Take the residual streams x [tokens, streams * hidden] one layer further."""
@@ -166,7 +167,7 @@ def gemma3n_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSp
     facts = LayerSpec(
         token_input=fields.integer("hidden_size_per_layer_input", 1, MAX_WIDTH, 256),
         input_tokens=fields.integer("vocab_size_per_layer_input", 1, MAX_VOCAB, 262_144),
-        streams=StreamsSpec(
+        alt_up=AltUpSpec(
             count,
             fields.integer("altup_active_idx", 0, count - 1, 0),
             fields.boolean("altup_correct_scale", True),

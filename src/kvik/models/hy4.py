@@ -30,7 +30,7 @@ from kvik.spec.declare import (
     Mixture,
 )
 from kvik.spec.fields import Fields
-from kvik.spec.layers import MAX_STREAMS, LayerSpec, StreamsSpec
+from kvik.spec.layers import MAX_STREAMS, HyperSpec, LayerSpec
 from kvik.spec.model import ModelFacts
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def stream_weights(
     `OF_STREAMS`: of what it reads, and if it writes of its results, and of the streams in each
     other if they are mixed."""
     streams = spec.streams
-    assert streams is not None
+    assert isinstance(streams, HyperSpec)
     count, smallest, mixed = streams.count, streams.smallest, writes and streams.rounds > 0
     runs = [(count, 1.0, smallest)]
     if writes:
@@ -204,13 +204,13 @@ def hy4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, 
     if INDEXERS not in fields:
         kinds = ["shared" if layer % EVERY != 1 and layer else "full" for layer in range(layers)]
         fields = fields.changed({INDEXERS: kinds})
-    streams = StreamsSpec(
+    streams = HyperSpec(
         fields.integer("hc_mult", 2, MAX_STREAMS, 4),
         largest=fields.number("hc_magnitude", 0.0, 1e6, 2.0),
         smallest=fields.number("hc_eps", 0.0, 1.0, 1e-6),
     )
     read = indexed_layers(fields, layers, positions, heads=16, latent_interleaved=False)
-    return tuple(replace(layer, streams=streams) for layer in read)
+    return tuple(replace(layer, hyper=streams) for layer in read)
 
 
 HY4 = replace(

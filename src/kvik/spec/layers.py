@@ -81,18 +81,23 @@ class QueryScale:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamsSpec:
-    """Several residual streams. Layers compute on one of them (AltUp, Baykal et al. 2023, arXiv
-    2301.13310), or on sums of all with weights that depend on the token (hyper-connections, Zhu et
-    al. 2024, arXiv 2409.19606)."""
+class AltUpSpec:
+    """Residual streams of which layers compute on one (Baykal et al. 2023, arXiv 2301.13310)."""
 
     count: int
-    # active, scaled: number of that one; and what is read of it after a layer has learned gains.
-    active: int = 0
-    scaled: bool = False
+    active: int  # number of that one
+    scaled: bool  # what is read of it after a layer has learned gains
+
+
+@dataclass(frozen=True, slots=True)
+class HyperSpec:
+    """Residual streams of which layers compute on sums, with weights that depend on the token
+    (hyper-connections, Zhu et al. 2024, arXiv 2409.19606)."""
+
+    count: int
     # largest, smallest: weights of a token; the smallest is also added to the largest.
-    largest: float = 0.0
-    smallest: float = 0.0
+    largest: float
+    smallest: float
     # Of the weights by which the streams are mixed with each other (`Ops.stream_weights`); 0: they
     # are not mixed, else `smallest` is of what layers read and of these.
     rounds: int = 0
@@ -129,7 +134,9 @@ class LayerSpec:
     token_input: int = 0  # width of a vector per token that only this layer reads; 0: none
     # Tokens that have such vectors; others have those of token 0. None: all.
     input_tokens: int | None = None
-    streams: StreamsSpec | None = None  # the same in all layers; None: there is one stream
+    # alt_up, hyper: several residual streams, the same in all layers; None: there is one.
+    alt_up: AltUpSpec | None = None
+    hyper: HyperSpec | None = None
     # Width of a learned addition to what attention reads (LAuReL, Menghani et al. 2024, arXiv
     # 2411.07501); 0: there is none.
     residual_rank: int = 0
@@ -147,6 +154,10 @@ class LayerSpec:
     @property
     def attends(self) -> bool:
         return (self.state is None or self.beside) and not self.feeds
+
+    @property
+    def streams(self) -> AltUpSpec | HyperSpec | None:
+        return self.alt_up or self.hyper
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from itertools import chain
 from kvik.errors import ParamError
 from kvik.spec.engine_folder import Built
 from kvik.spec.kv import ENTRY_TOKENS, STATE_BYTES, KVCacheSpec, StateSpec
-from kvik.spec.layers import LatentSpec, LayerSpec, PredictorSpec, QueryScale, StreamsSpec
+from kvik.spec.layers import AltUpSpec, HyperSpec, LatentSpec, LayerSpec, PredictorSpec, QueryScale
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.rope import RopeSpec
 from kvik.spec.stored_weights import StoredQuantization, StoredScheme
@@ -275,7 +275,7 @@ class ModelFacts:
         return next((layer.latent for layer in self.layers if layer.latent), None)
 
     @property
-    def streams(self) -> StreamsSpec | None:
+    def streams(self) -> AltUpSpec | HyperSpec | None:
         """The residual streams of its layers; None: there is one."""
         return next((layer.streams for layer in self.layers if layer.streams), None)
 
