@@ -21,9 +21,6 @@ from helpers.stored_layers import (
     modelopt_config,
     read,
 )
-from helpers.tiers import examples
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from kvik.config.memory import (
     LOADING_BYTES,
@@ -34,7 +31,7 @@ from kvik.config.memory import (
 )
 from kvik.errors import ModelError
 from kvik.models.model_spec import ModelSpec
-from kvik.spec.stored_weights import Matcher, StoredScheme, stored_alike
+from kvik.spec.stored_weights import StoredScheme, stored_alike
 from kvik.spec.weight_kind import WeightKind
 from kvik.spec.weights import loaded_kind, matrix_kind
 
@@ -309,35 +306,6 @@ def test_files_with_images_have_other_names(form: str, config: dict[str, Any]) -
     for scope in (declared, form):
         floats = [stored.scheme(scope + layer) is None for layer in layers]
         assert floats == [True, True, False]
-
-
-ATOMS = [*"ab1.$^", r"\.", r"\d", r"\w", r"\b", "[ab]", "[^a]", "[]a-]", "{}", "{1x", r"\{"]
-QUANTIFIERS = ["*", "+", "?", "*?", "+?", "??", "{2}", "{1,2}", "{,2}", "{1,}", "{,}"]
-
-
-def larger(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-    """Return patterns made of smaller ones."""
-    groups = st.sampled_from(["(", "(?:", "(?=", "(?!", "(?P<name>"])
-    return st.one_of(
-        st.builds("{}{}".format, inner, inner),
-        st.builds("{}|{}".format, inner, inner),
-        st.builds("{}{})".format, groups, inner),
-        st.builds("(?:{}){}".format, inner, st.sampled_from(QUANTIFIERS)),
-        st.builds("(?<{}{})".format, st.sampled_from("=!"), st.sampled_from(ATOMS)),
-    )
-
-
-@given(
-    st.recursive(st.sampled_from(ATOMS), larger, max_leaves=12),
-    st.lists(st.text("ab.1{}", max_size=8), min_size=3, max_size=5),
-)
-@settings(max_examples=examples(500))
-def test_patterns_match_as_in_python(pattern: str, texts: list[str]) -> None:
-    try:
-        expected = [text for text in texts if re.match(pattern, text)]
-    except re.error:
-        assume(False)
-    assert Matcher().matching(pattern, texts) == expected
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ from kvik.nn.safetensors import FLOATS, Stored, TensorEntry, read_header
 from kvik.spec.adapters import INNER, TENSOR_NAME, Adapter, in_block, is_stack
 from kvik.spec.declare import SEPARATE, DeclaredLinear
 from kvik.spec.fields import Fields, read_json
-from kvik.spec.stored_weights import Matcher, PatternError, stored_names
+from kvik.spec.patterns import Matcher, PatternError
+from kvik.spec.stored_weights import stored_names
 
 ADAPTER, WEIGHTS = ADAPTER_FILES
 MAX_ALPHA = 1e6

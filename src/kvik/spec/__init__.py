@@ -6,5 +6,5 @@ declare layers, which `nn/builder.py` builds. `weight_kind.py` describes weights
 checkpoints. `kv.py` has the layers and formats of the KV cache and the states of other layers,
 `visible_keys.py` which keys a query sees and so which blocks a request needs, `rope.py` rotary
 positions, `adapters.py` adapters that requests choose, `engine_folder.py` the manifest of engine
-folders, `fields.py` validated reading of JSON.
+folders, `fields.py` validated reading of JSON, `patterns.py` regular expressions in bounded time.
 """
