@@ -74,13 +74,12 @@ KVIK_INLINE void widen_fp8(I32 v, I32& first, I32& second) {
 
 #else
 
+KVIK_INLINE I4 widen_fp8(I4 v, int byte) {
+    return pair_words(fp8_to_bf16((U4)v >> (8 * byte) & 0xffu), fp8_to_bf16((U4)v >> (8 * byte + 16) & 0xffu));
+}
 KVIK_INLINE void widen_fp8(I32 v, I32& first, I32& second) {
-    for (int i = 0; i < kLanes; i++) {
-        uint32_t wide[4];
-        for (int j = 0; j < 4; j++) wide[j] = fp8_to_bf16(uint8_t(uint32_t(v.v[i]) >> (8 * j)));
-        first.v[i] = int32_t(wide[0] | wide[2] << 16);
-        second.v[i] = int32_t(wide[1] | wide[3] << 16);
-    }
+    first = {widen_fp8(v.low, 0), widen_fp8(v.high, 0)};
+    second = {widen_fp8(v.low, 1), widen_fp8(v.high, 1)};
 }
 
 #endif

@@ -436,140 +436,194 @@ KVIK_INLINE double sum(F64 a) {
 
 #include "simd_neon.hpp"
 
-#else  // any machine: the compiler vectorises these loops as well as it can
+#else  // any machine: two vectors of the compiler, which it keeps in registers of 16 bytes if there are some
 
 constexpr int kLanes = 8;
-struct F32 { float v[kLanes]; };
-struct I32 { int32_t v[kLanes]; };
-struct Mask { bool v[kLanes]; };
+template <class T>
+struct FourOf {
+    typedef T type __attribute__((vector_size(4 * sizeof(T))));
+};
+template <class T>
+using Four = typename FourOf<T>::type;
+using F4 = Four<float>;
+using I4 = Four<int32_t>;
+using U4 = Four<uint32_t>;
+using Words = int16_t __attribute__((vector_size(16)));
+struct F32 { F4 low, high; };
+struct I32 { I4 low, high; };
+using Mask = I32;  // all bits of a lane, or none
 
 #define KVIK_LANES for (int i = 0; i < kLanes; i++)
-KVIK_INLINE F32 broadcast(float x) { F32 r; KVIK_LANES r.v[i] = x; return r; }
-KVIK_INLINE F32 zero() { return broadcast(0.0f); }
-KVIK_INLINE F32 load(const float* p) { F32 r; KVIK_LANES r.v[i] = p[i]; return r; }
-KVIK_INLINE void store(float* p, F32 a) { KVIK_LANES p[i] = a.v[i]; }
-KVIK_INLINE Mask first_lanes(int n) { Mask r; KVIK_LANES r.v[i] = i < n; return r; }
-KVIK_INLINE F32 load(const float* p, int n) { F32 r; KVIK_LANES r.v[i] = i < n ? p[i] : 0.0f; return r; }
-KVIK_INLINE void store(float* p, F32 a, int n) { for (int i = 0; i < n && i < kLanes; i++) p[i] = a.v[i]; }
-KVIK_INLINE F32 load(const bf16* p) { F32 r; KVIK_LANES r.v[i] = to_float(p[i]); return r; }
-KVIK_INLINE void store(bf16* p, F32 a) { KVIK_LANES p[i] = to_bf16(a.v[i]); }
-KVIK_INLINE F32 add(F32 a, F32 b) { KVIK_LANES a.v[i] += b.v[i]; return a; }
-KVIK_INLINE F32 sub(F32 a, F32 b) { KVIK_LANES a.v[i] -= b.v[i]; return a; }
-KVIK_INLINE F32 mul(F32 a, F32 b) { KVIK_LANES a.v[i] *= b.v[i]; return a; }
-KVIK_INLINE F32 div(F32 a, F32 b) { KVIK_LANES a.v[i] /= b.v[i]; return a; }
-KVIK_INLINE F32 max(F32 a, F32 b) { KVIK_LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
-KVIK_INLINE F32 min(F32 a, F32 b) { KVIK_LANES a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
-KVIK_INLINE F32 abs(F32 a) { KVIK_LANES a.v[i] = std::fabs(a.v[i]); return a; }
-KVIK_INLINE F32 fma(F32 a, F32 b, F32 c) { KVIK_LANES c.v[i] += a.v[i] * b.v[i]; return c; }
-constexpr bool kFused = false;
-KVIK_INLINE F32 round(F32 a) { KVIK_LANES a.v[i] = std::nearbyintf(a.v[i]); return a; }
-KVIK_INLINE F32 select(Mask m, F32 yes, F32 no) { KVIK_LANES yes.v[i] = m.v[i] ? yes.v[i] : no.v[i]; return yes; }
-KVIK_INLINE Mask not_le(F32 a, F32 b) { Mask r; KVIK_LANES r.v[i] = !(a.v[i] <= b.v[i]); return r; }
-KVIK_INLINE uint32_t bits(Mask m) { uint32_t r = 0; KVIK_LANES r |= uint32_t(m.v[i]) << i; return r; }
-KVIK_INLINE float sum(F32 a) {
-    for (int n = kLanes / 2; n > 0; n /= 2)
-        for (int i = 0; i < n; i++) a.v[i] += a.v[i + n];
-    return a.v[0];
+template <class V>
+KVIK_INLINE V read(const void* p) {
+    V r;
+    std::memcpy(&r, p, sizeof r);
+    return r;
 }
-KVIK_INLINE float largest(F32 a) { float m = a.v[0]; KVIK_LANES m = a.v[i] > m ? a.v[i] : m; return m; }
-KVIK_INLINE F32 times_power_of_two(F32 a, F32 n) {  // |n| below 127, or NaN where a is; ldexp would be a call
-    KVIK_LANES a.v[i] *= float_of(uint32_t(int32_t(n.v[i]) + 127) << 23);
-    return a;
+template <class T>
+KVIK_INLINE U4 read_four(const T* p) {  // unsigned numbers
+    return __builtin_convertvector(read<Four<T>>(p), U4);
+}
+KVIK_INLINE F4 widen(U4 words) { return (F4)(words << 16); }
+KVIK_INLINE U4 narrow(F4 a) {
+    const U4 bits = (U4)a;
+    const I4 nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    return nan ? bits >> 16 | 0x40u : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+}
+KVIK_INLINE F4 round(F4 a) { for (int i = 0; i < 4; i++) a[i] = std::nearbyintf(a[i]); return a; }
+KVIK_INLINE F4 times_power_of_two(F4 a, F4 n) {  // |n| below 127, or NaN where a is; ldexp would be a call
+    return a * (F4)((U4)(__builtin_convertvector(n, I4) + 127) << 23);
 }
 
-KVIK_INLINE I32 ibroadcast(int32_t x) { I32 r; KVIK_LANES r.v[i] = x; return r; }
-KVIK_INLINE I32 izero() { return ibroadcast(0); }
-KVIK_INLINE I32 iload(const void* p) { I32 r; std::memcpy(&r, p, sizeof r); return r; }
-KVIK_INLINE void istore(void* p, I32 a) { std::memcpy(p, &a, sizeof a); }
-KVIK_INLINE I32 iadd(I32 a, I32 b) { KVIK_LANES a.v[i] = int32_t(uint32_t(a.v[i]) + uint32_t(b.v[i])); return a; }
-KVIK_INLINE I32 iand(I32 a, I32 b) { KVIK_LANES a.v[i] &= b.v[i]; return a; }
-KVIK_INLINE I32 ixor(I32 a, I32 b) { KVIK_LANES a.v[i] ^= b.v[i]; return a; }
-KVIK_INLINE I32 low_nibbles(I32 a) { KVIK_LANES a.v[i] &= 0x0f0f0f0f; return a; }
-KVIK_INLINE I32 high_nibbles(I32 a) { KVIK_LANES a.v[i] = (a.v[i] >> 4) & 0x0f0f0f0f; return a; }
-KVIK_INLINE F32 to_float(I32 a) { F32 r; KVIK_LANES r.v[i] = float(a.v[i]); return r; }
-KVIK_INLINE I32 to_int(F32 a) { I32 r; KVIK_LANES r.v[i] = int32_t(std::nearbyintf(a.v[i])); return r; }
-KVIK_INLINE int32_t sum(I32 a) { int32_t s = 0; KVIK_LANES s += a.v[i]; return s; }
-KVIK_INLINE void store_i8(int8_t* p, I32 a) { KVIK_LANES p[i] = int8_t(a.v[i]); }
-KVIK_INLINE I32 load_i8(const int8_t* p) { I32 r; KVIK_LANES r.v[i] = p[i]; return r; }
-KVIK_INLINE Mask lanes_of(uint32_t bits) { Mask r; KVIK_LANES r.v[i] = bits >> i & 1; return r; }
-KVIK_INLINE Mask less(F32 a, F32 b) { Mask r; KVIK_LANES r.v[i] = a.v[i] < b.v[i]; return r; }
-KVIK_INLINE F32 even_bf16(I32 a) { F32 r; KVIK_LANES r.v[i] = to_float(bf16(a.v[i])); return r; }
-KVIK_INLINE F32 odd_bf16(I32 a) { F32 r; KVIK_LANES r.v[i] = to_float(bf16(uint32_t(a.v[i]) >> 16)); return r; }
-KVIK_INLINE I32 load_i8_pairs(const int8_t* p) {
-    I32 r;
-    KVIK_LANES r.v[i] = int32_t(to_bf16(p[2 * i]) | uint32_t(to_bf16(p[2 * i + 1])) << 16);
-    return r;
+KVIK_INLINE F32 broadcast(float x) { return {F4{x, x, x, x}, F4{x, x, x, x}}; }
+KVIK_INLINE F32 zero() { return broadcast(0.0f); }
+KVIK_INLINE F32 load(const float* p) { return read<F32>(p); }
+KVIK_INLINE void store(float* p, F32 a) { std::memcpy(p, &a, sizeof a); }
+KVIK_INLINE Mask first_lanes(int n) { return {I4{0, 1, 2, 3} < n, I4{4, 5, 6, 7} < n}; }
+KVIK_INLINE F32 load(const float* p, int n) {
+    float lanes[kLanes] = {};
+    for (int i = 0; i < n && i < kLanes; i++) lanes[i] = p[i];
+    return load(lanes);
 }
-KVIK_INLINE I32 pair_words(const uint32_t (&even)[kLanes], const uint32_t (&odd)[kLanes]) {
-    I32 r;
-    KVIK_LANES r.v[i] = int32_t((even[i] & 0xffff) | odd[i] << 16);
-    return r;
+KVIK_INLINE void store(float* p, F32 a, int n) {
+    float lanes[kLanes];
+    store(lanes, a);
+    for (int i = 0; i < n && i < kLanes; i++) p[i] = lanes[i];
+}
+KVIK_INLINE F32 load(const bf16* p) { return {widen(read_four(p)), widen(read_four(p + 4))}; }
+KVIK_INLINE void store(bf16* p, F32 a) {
+    const auto low = __builtin_convertvector(narrow(a.low), Four<bf16>);
+    const auto high = __builtin_convertvector(narrow(a.high), Four<bf16>);
+    std::memcpy(p, &low, sizeof low);
+    std::memcpy(p + 4, &high, sizeof high);
+}
+KVIK_INLINE F32 add(F32 a, F32 b) { return {a.low + b.low, a.high + b.high}; }
+KVIK_INLINE F32 sub(F32 a, F32 b) { return {a.low - b.low, a.high - b.high}; }
+KVIK_INLINE F32 mul(F32 a, F32 b) { return {a.low * b.low, a.high * b.high}; }
+KVIK_INLINE F32 div(F32 a, F32 b) { return {a.low / b.low, a.high / b.high}; }
+KVIK_INLINE F32 select(Mask m, F32 yes, F32 no) {
+    return {m.low ? yes.low : no.low, m.high ? yes.high : no.high};
+}
+KVIK_INLINE Mask less(F32 a, F32 b) { return {a.low < b.low, a.high < b.high}; }
+KVIK_INLINE F32 max(F32 a, F32 b) { return select(less(b, a), a, b); }
+KVIK_INLINE F32 min(F32 a, F32 b) { return select(less(a, b), a, b); }
+KVIK_INLINE F32 abs(F32 a) { return {(F4)((U4)a.low & 0x7fffffffu), (F4)((U4)a.high & 0x7fffffffu)}; }
+KVIK_INLINE F32 fma(F32 a, F32 b, F32 c) { return add(c, mul(a, b)); }
+constexpr bool kFused = false;
+KVIK_INLINE F32 round(F32 a) { return {round(a.low), round(a.high)}; }
+KVIK_INLINE Mask not_le(F32 a, F32 b) { return {~(a.low <= b.low), ~(a.high <= b.high)}; }
+KVIK_INLINE uint32_t bits(Mask m) {
+    const I4 one = (m.low & I4{1, 2, 4, 8}) | (m.high & I4{16, 32, 64, 128});
+    return uint32_t(one[0] | one[1] | one[2] | one[3]);
+}
+KVIK_INLINE float sum(F32 a) {
+    const F4 pairs = a.low + a.high;
+    return (pairs[0] + pairs[2]) + (pairs[1] + pairs[3]);
+}
+KVIK_INLINE float largest(F32 a) {
+    float lanes[kLanes], m;
+    store(lanes, a);
+    m = lanes[0];
+    KVIK_LANES m = lanes[i] > m ? lanes[i] : m;
+    return m;
+}
+KVIK_INLINE F32 times_power_of_two(F32 a, F32 n) {
+    return {times_power_of_two(a.low, n.low), times_power_of_two(a.high, n.high)};
+}
+
+KVIK_INLINE I32 ibroadcast(int32_t x) { return {I4{x, x, x, x}, I4{x, x, x, x}}; }
+KVIK_INLINE I32 izero() { return ibroadcast(0); }
+KVIK_INLINE I32 iload(const void* p) { return read<I32>(p); }
+KVIK_INLINE void istore(void* p, I32 a) { std::memcpy(p, &a, sizeof a); }
+KVIK_INLINE I32 iadd(I32 a, I32 b) {  // may wrap
+    return {(I4)((U4)a.low + (U4)b.low), (I4)((U4)a.high + (U4)b.high)};
+}
+KVIK_INLINE I32 iand(I32 a, I32 b) { return {a.low & b.low, a.high & b.high}; }
+KVIK_INLINE I32 ixor(I32 a, I32 b) { return {a.low ^ b.low, a.high ^ b.high}; }
+KVIK_INLINE I32 low_nibbles(I32 a) { return iand(a, ibroadcast(0x0f0f0f0f)); }
+KVIK_INLINE I32 high_nibbles(I32 a) { return low_nibbles({a.low >> 4, a.high >> 4}); }
+KVIK_INLINE F32 to_float(I32 a) { return {__builtin_convertvector(a.low, F4), __builtin_convertvector(a.high, F4)}; }
+KVIK_INLINE I32 to_int(F32 a) {
+    return {__builtin_convertvector(round(a.low), I4), __builtin_convertvector(round(a.high), I4)};
+}
+KVIK_INLINE int32_t sum(I32 a) {
+    const I4 pairs = a.low + a.high;
+    return (pairs[0] + pairs[2]) + (pairs[1] + pairs[3]);
+}
+KVIK_INLINE void store_i8(int8_t* p, I32 a) {
+    int32_t lanes[kLanes];
+    istore(lanes, a);
+    KVIK_LANES p[i] = int8_t(lanes[i]);
+}
+KVIK_INLINE I32 load_i8(const int8_t* p) {
+    return {__builtin_convertvector(read<Four<int8_t>>(p), I4), __builtin_convertvector(read<Four<int8_t>>(p + 4), I4)};
+}
+KVIK_INLINE Mask lanes_of(uint32_t bits) {
+    const int32_t b = int32_t(bits);
+    return {(I4{1, 2, 4, 8} & b) != 0, (I4{16, 32, 64, 128} & b) != 0};
+}
+KVIK_INLINE F32 even_bf16(I32 a) { return {widen((U4)a.low), widen((U4)a.high)}; }
+KVIK_INLINE F32 odd_bf16(I32 a) { return {(F4)((U4)a.low & 0xffff0000u), (F4)((U4)a.high & 0xffff0000u)}; }
+KVIK_INLINE I4 pair_words(U4 even, U4 odd) { return (I4)((even & 0xffffu) | odd << 16); }
+KVIK_INLINE U4 exact_bf16(I4 a) { return (U4)__builtin_convertvector(a, F4) >> 16; }  // of numbers that bf16 has
+KVIK_INLINE I4 pair_bf16(I4 even, I4 odd) { return pair_words(exact_bf16(even), exact_bf16(odd)); }
+KVIK_INLINE I4 byte_of(I4 a, int byte) { return (I4)((U4)a << (24 - 8 * byte)) >> 24; }  // signed
+KVIK_INLINE I4 load_i8_pairs_of_four(const int8_t* p) {
+    const I4 pairs = pair_words(read_four((const uint16_t*)p), read_four((const uint16_t*)p) >> 8);
+    return pair_bf16(byte_of(pairs, 0), byte_of(pairs, 2));
+}
+KVIK_INLINE I32 load_i8_pairs(const int8_t* p) { return {load_i8_pairs_of_four(p), load_i8_pairs_of_four(p + 8)}; }
+KVIK_INLINE U4 fp8_to_bf16(U4 v) {  // of bytes
+    const U4 size = v & 0x7fu;
+    const U4 small = (U4)(__builtin_convertvector((I4)size, F4) * 0x1p-9f) >> 16;
+    return (size < 8u ? small : (size << 4) + (120u << 7)) | (v & 0x80u) << 8;
+}
+KVIK_INLINE I4 load_fp8_pairs_of_four(const uint8_t* p) {
+    const U4 pairs = read_four((const uint16_t*)p);
+    return pair_words(fp8_to_bf16(pairs & 0xffu), fp8_to_bf16(pairs >> 8));
 }
 KVIK_INLINE I32 load_fp8_pairs(const void* p) {
     const auto* bytes = static_cast<const uint8_t*>(p);
-    const auto widened = [](uint32_t v) {
-        const uint32_t size = v & 0x7f;
-        return (size < 8 ? kSmallFp8[size] : (size << 4) + (120 << 7)) | (v & 0x80) << 8;
-    };
-    uint32_t even[kLanes], odd[kLanes];
-    KVIK_LANES even[i] = widened(bytes[2 * i]), odd[i] = widened(bytes[2 * i + 1]);
-    return pair_words(even, odd);
+    return {load_fp8_pairs_of_four(bytes), load_fp8_pairs_of_four(bytes + 8)};
 }
 KVIK_INLINE I32 load_nibbles(const void* p) {
     const auto* bytes = static_cast<const uint8_t*>(p);
-    uint32_t even[kLanes], odd[kLanes];
-    KVIK_LANES even[i] = bytes[i] & 15u, odd[i] = bytes[i] >> 4u;
-    return pair_words(even, odd);
+    const U4 low = read_four(bytes), high = read_four(bytes + 4);
+    return {pair_words(low & 15u, low >> 4), pair_words(high & 15u, high >> 4)};
 }
 KVIK_INLINE I32 load_paired_nibbles(const void* p, int first) {
-    const auto* bytes = static_cast<const uint8_t*>(p);
-    const int shift = first ? 4 : 0;
-    uint32_t even[kLanes], odd[kLanes];
-    KVIK_LANES even[i] = bytes[2 * i] >> shift & 15u, odd[i] = bytes[2 * i + 1] >> shift & 15u;
-    return pair_words(even, odd);
+    const auto* pairs = static_cast<const uint16_t*>(p);
+    const U4 low = read_four(pairs) >> (first ? 4 : 0), high = read_four(pairs + 4) >> (first ? 4 : 0);
+    return {pair_words(low & 15u, low >> 8 & 15u), pair_words(high & 15u, high >> 8 & 15u)};
 }
-KVIK_INLINE I32 shifted_to_bf16(I32 v) {
-    uint32_t even[kLanes], odd[kLanes];
-    KVIK_LANES even[i] = kShifted[v.v[i] & 31], odd[i] = kShifted[v.v[i] >> 16 & 31];
-    return pair_words(even, odd);
-}
+KVIK_INLINE I4 shifted_to_bf16(I4 v) { return pair_bf16((v & 31) - 16, (v >> 16 & 31) - 16); }
+KVIK_INLINE I32 shifted_to_bf16(I32 v) { return {shifted_to_bf16(v.low), shifted_to_bf16(v.high)}; }
 
+KVIK_INLINE I4 widen_i8(I4 v, int byte) { return pair_bf16(byte_of(v, byte), byte_of(v, byte + 1)); }
 KVIK_INLINE void widen_i8(I32 v, I32& first, I32& second) {
-    KVIK_LANES {
-        uint32_t wide[4];
-        for (int j = 0; j < 4; j++) wide[j] = to_bf16(float(int8_t(uint32_t(v.v[i]) >> (8 * j))));
-        first.v[i] = int32_t(wide[0] | wide[1] << 16);
-        second.v[i] = int32_t(wide[2] | wide[3] << 16);
-    }
+    first = {widen_i8(v.low, 0), widen_i8(v.high, 0)};
+    second = {widen_i8(v.low, 2), widen_i8(v.high, 2)};
 }
-KVIK_INLINE I32 short_mul(I32 a, I32 b) { KVIK_LANES a.v[i] *= b.v[i]; return a; }
+KVIK_INLINE I32 short_mul(I32 a, I32 b) { return {a.low * b.low, a.high * b.high}; }
 
 KVIK_INLINE F32 dot_bf16(F32 acc, I32 a, I32 b) {
-    KVIK_LANES {
-        const uint32_t x = uint32_t(a.v[i]), y = uint32_t(b.v[i]);
-        acc.v[i] += to_float(bf16(x)) * to_float(bf16(y));
-        acc.v[i] += to_float(bf16(x >> 16)) * to_float(bf16(y >> 16));
-    }
-    return acc;
+    return fma(odd_bf16(a), odd_bf16(b), fma(even_bf16(a), even_bf16(b), acc));
+}
+KVIK_INLINE I4 dot_i8(I4 acc, I4 u, I4 s) {  // products of bytes fit 16 bits
+    const I4 even = (I4)((Words)(u & 0x00ff00ff) * ((Words)s << 8 >> 8));
+    const I4 odd = (I4)((Words)((u >> 8) & 0x00ff00ff) * ((Words)s >> 8));
+    return acc + (even << 16 >> 16) + (even >> 16) + (odd << 16 >> 16) + (odd >> 16);
 }
 KVIK_INLINE I32 dot_i8(I32 acc, I32 u, I32 s) {
-    KVIK_LANES {
-        for (int j = 0; j < 4; j++)
-            acc.v[i] += int32_t(uint8_t(uint32_t(u.v[i]) >> (8 * j))) * int8_t(uint32_t(s.v[i]) >> (8 * j));
-    }
-    return acc;
+    return {dot_i8(acc.low, u.low, s.low), dot_i8(acc.high, u.high, s.high)};
 }
 KVIK_INLINE I32 dot_i4(I32 acc, I32 u, I32 s) { return dot_i8(acc, u, s); }
 
 struct F64 { double v[kLanes / 2]; };
 KVIK_INLINE F64 dzero() { return F64{}; }
 KVIK_INLINE F64 add(F64 a, F64 b) { for (int i = 0; i < kLanes / 2; i++) a.v[i] += b.v[i]; return a; }
-KVIK_INLINE F64 widen_low(F32 a) { F64 r; for (int i = 0; i < kLanes / 2; i++) r.v[i] = a.v[i]; return r; }
-KVIK_INLINE F64 widen_high(F32 a) {
-    F64 r;
-    for (int i = 0; i < kLanes / 2; i++) r.v[i] = a.v[i + kLanes / 2];
-    return r;
-}
+KVIK_INLINE F64 widen_low(F32 a) { return {a.low[0], a.low[1], a.low[2], a.low[3]}; }
+KVIK_INLINE F64 widen_high(F32 a) { return {a.high[0], a.high[1], a.high[2], a.high[3]}; }
 KVIK_INLINE double sum(F64 a) { double s = 0; for (int i = 0; i < kLanes / 2; i++) s += a.v[i]; return s; }
 #undef KVIK_LANES
 
