@@ -1,7 +1,7 @@
 """Commands in the documents run, and the files that they name exist.
 
-A block after a line `<!-- run -->` is run: bash by a shell that finds this environment's `kvik`,
-python as a script, forked from a process that has imported torch.
+A block after a line `<!-- run -->` is run: bash by a shell, python as a script. Python and the
+`kvik` of the shell are forked from a process that has imported torch.
 """
 
 from __future__ import annotations
@@ -9,9 +9,14 @@ from __future__ import annotations
 import ast
 import os
 import re
+import socket
+import socketserver
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Thread
 
 import pytest
 
@@ -30,14 +35,55 @@ def test_the_readme_has_blocks_to_run() -> None:
     assert kinds == {"bash", "python"}
 
 
+# A command `kvik` that hands its arguments and files to another process, and ends as that does.
+KVIK = """#!{python} -ISs
+import os, socket, sys
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+    line.connect({address!r})
+    socket.send_fds(line, ["\\0".join([os.getcwd(), *sys.argv[1:]]).encode()], [0, 1, 2])
+    sys.exit(int(line.recv(8)))
+"""
+
+
+class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    socket_type = socket.SOCK_SEQPACKET
+
+
+class ForkKvik(socketserver.BaseRequestHandler):
+    """Runs a command, and answers its exit code."""
+
+    def handle(self) -> None:
+        data, files, _, _ = socket.recv_fds(self.request, 1 << 16, 3)
+        folder, *words = data.decode().split("\0")
+        streams = dict(zip(("stdin", "stdout", "stderr"), files, strict=True))
+        command = [sys.executable, "-m", "kvik", *words]
+        done = subprocess.run(command, cwd=folder, **streams, check=False)
+        for file in files:
+            os.close(file)
+        self.request.send(str(done.returncode).encode())
+
+
+@pytest.fixture(scope="module")
+def commands(forked: None) -> Iterator[str]:
+    """Return a folder with a `kvik` whose processes are forked."""
+    with TemporaryDirectory() as folder, Server(f"{folder}/line", ForkKvik) as server:
+        file = Path(folder, "kvik")
+        file.write_text(KVIK.format(python=sys.executable, address=f"{folder}/line"))
+        file.chmod(0o755)
+        thread = Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        yield folder
+        server.shutdown()
+        thread.join()
+
+
 @pytest.mark.full
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(("kind", "text"), BLOCKS)
-def test_a_block_runs(kind: str, text: str, tmp_path: Path) -> None:
+def test_a_block_runs(kind: str, text: str, commands: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", text]
     if kind == "bash":
         command = ["bash", "-euo", "pipefail", "-c", text]
-    folders = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    folders = os.pathsep.join((commands, os.environ["PATH"]))
     result = subprocess.run(
         command,
         cwd=tmp_path,
