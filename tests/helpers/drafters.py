@@ -301,6 +301,8 @@ HEAD_WAYS: dict[str, dict[str, Any]] = {
 
 
 FAST_WAYS = ("two processes", "two stages")
+# Combined from ways that remain; the heads of `mtp` run in these too.
+KNOWN_OF_OTHERS = ("swap", "torch", "two stages of two processes")
 
 
 def head_ways(*leave_out: str) -> list[object]:

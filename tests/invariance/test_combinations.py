@@ -24,9 +24,15 @@ from helpers.tiers import runs, seed
 from kvik.errors import KvikError
 
 NAMES = (
-    *("bundled", "windowed", "capped", "chunked", "latent", "states", "spaces", "beside"),
-    *("rows", "indexed", "narrow", "alibi", "streams", "blocks"),
-    *("adapted capped", "adapted windowed experts"),
+    *("windowed", "chunked", "states", "beside", "indexed", "blocks", "narrow"),
+    "adapted windowed experts",
+    *(
+        pytest.param(name, marks=pytest.mark.nightly)  # with draws of their own
+        for name in (
+            *("bundled", "capped", "latent", "spaces", "rows", "alibi", "streams"),
+            "adapted capped",
+        )
+    ),
 )
 PLAIN: dict[str, object] = {}
 # Of each row one is taken. What an engine refuses is not run.

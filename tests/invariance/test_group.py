@@ -96,7 +96,9 @@ BY_NAME = {column.name: column for column in COLUMNS}
 # not divide matrices, but one format skips a layer by its number.
 CASES = [("bundled", name, BY_NAME["tp2"]) for name in FORMATS]
 CASES += [("bundled", "KV in int8", BY_NAME["pp2"])]
-ELSEWHERE = ("tp2", "tp2, whole experts", "pp3, disk tier")
+# Those without more than another column has are elsewhere.
+ELSEWHERE = ("tp2", "tp4", "pp2", "pp2, memory tier", "tp2 pp2", "tp2, whole experts")
+ELSEWHERE += ("pp3, disk tier",)
 CASES += [("bundled", "int8", column) for column in COLUMNS if column.name not in ELSEWHERE]
 FAST = [("int8", BY_NAME[name]) for name in ("pp2, hits, chunks", "tp2, memory tier")]
 CASES += [("capped", "bfloat16", BY_NAME[name]) for name in ("tp2", "tp4", "tp2 pp2")]
@@ -113,7 +115,7 @@ CASES += [(name, "int4", BY_NAME["pp2"]) for name in ("chunked", "latent", "inde
 CASES += [
     (model, "bfloat16", BY_NAME[name])
     for model in ("indexed", "blocks", "entries")
-    for name in ("tp2", "tp2 pp2, preemption, chunks", "pp2, hits, chunks", "tp2, memory tier")
+    for name in ("tp2 pp2, preemption, chunks", "pp2, hits, chunks", "tp2, memory tier")
 ]
 CASES += [
     (name, weights, BY_NAME["tp2, whole experts"])
@@ -299,6 +301,7 @@ PROCESSES = ({}, TWO, {"tensor_parallel_size": 3, "threads": 3}, STAGES, BOTH, {
 
 
 @pytest.mark.full
+@pytest.mark.each(1)  # a format does not know the layers
 @pytest.mark.usefixtures("loads_always")
 @pytest.mark.parametrize("name", ["bundled", "capped", "latent", "states", "beside"])
 @pytest.mark.parametrize("format", ["auto", "int8"])

@@ -26,6 +26,7 @@ from helpers.matrix import (
 from helpers.optional_native import needs_native
 
 
+@pytest.mark.each(2)  # what a column adds hardly depends on the layers of a model
 @pytest.mark.parametrize("column", by_tier(ALL_COLUMNS), ids=named)
 def test_tokens_do_not_depend_on_how_they_are_made(model, expected, column):
     checked_tokens(column, model, expected)
@@ -79,6 +80,7 @@ ROWS = by_name(BITS, "batch", "chunks of 5", "chunks of 33", "two threads")
 
 
 @needs_native
+@pytest.mark.each(2)
 @pytest.mark.parametrize("name", MODELS[:2])
 @pytest.mark.parametrize("format", [f for f in FORMATS if f not in OF_THE_CACHE])
 @pytest.mark.parametrize("column", ROWS, ids=named)

@@ -286,6 +286,7 @@ TIERED = [
 ]
 
 
+@pytest.mark.each(1)  # pages are copied alike whatever a model keeps in them
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("column", TIERED, ids=matrix.named)
 def test_tokens_do_not_depend_on_where_pages_were(

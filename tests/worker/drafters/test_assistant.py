@@ -10,6 +10,7 @@ import pytest
 from helpers.assistants import Assistant, save_assistant
 from helpers.drafters import (
     HEAD_WAYS,
+    KNOWN_OF_OTHERS,
     check_drafts_of_forks,
     check_drafts_of_head,
     check_refused_heads,
@@ -35,7 +36,7 @@ def saved(tmp_path_factory) -> tuple[Path, Assistant]:
     return root, save_assistant(root)
 
 
-@pytest.mark.parametrize("way", head_ways("three stages"))
+@pytest.mark.parametrize("way", head_ways("three stages", *KNOWN_OF_OTHERS))
 def test_drafts_are_those_of_the_definition(way, saved, monkeypatch):
     (root, assistant), noted = saved, note_drafts(monkeypatch, "assistant")
     check_drafts_of_head(assistant, noted, options(root, **HEAD_WAYS[way]), way)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from helpers.drafters import (
     HEAD_WAYS,
+    KNOWN_OF_OTHERS,
     check_drafts_of_forks,
     check_drafts_of_head,
     check_refused_heads,
@@ -41,7 +42,7 @@ def saved(request, tmp_path_factory) -> tuple[Path, Eagle3]:
 
 
 @pytest.mark.each(1)
-@pytest.mark.parametrize("way", head_ways())
+@pytest.mark.parametrize("way", head_ways(*KNOWN_OF_OTHERS))
 def test_drafts_are_those_of_the_definition(way, saved, monkeypatch):
     (root, head), noted = saved, note_drafts(monkeypatch, "eagle3")
     check_drafts_of_head(head, noted, options(root, **HEAD_WAYS[way]), way)
