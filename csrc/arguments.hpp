@@ -216,12 +216,14 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // [tokens, heads, out_stride / heads].
 // every > 0: keys are of entries that sum up as many tokens, and a token sees those whose last token is not after it.
 // Then cache has rows: the key of an entry is row s / entry_tokens, where s is its last token's place in the cache.
-// Of a head of q the last `rope` channels are rotated, neighbours together. Without tree, first_keys and span.
+// Of a head of q the last `rope` channels are rotated, neighbours together. Without tree, first_keys and span. pools:
+// each of `every` keys, of which a token reads the `top` with the largest scores and the keys after the last whole pool;
+// out has a bit for each key. A row of cache has cache_stride numbers, of which the first dim are the key.
 #define KVIK_ARGS_choose_keys(P, I, F)                                                   \
     P(q) I(q_stride) P(weights) I(weights_stride) P(rotation) I(rope) I(interleaved)     \
     P(cache) P(block_table) I(table_stride) P(query_start_loc) P(seq_lens) I(num_seqs)   \
     P(tree) P(first_keys) I(heads) I(dim) I(block_size) I(top) I(span) I(local) I(every) \
-    I(entry_tokens) P(out) I(out_stride) I(dtype)
+    I(entry_tokens) I(cache_stride) I(pools) P(out) I(out_stride) I(dtype)
 
 // Stores tokens as rows of cache: k [rows, dim], of which the last `rope` channels are rotated, neighbours together, and
 // inputs [rows, cache_stride - dim], or null.
@@ -231,11 +233,12 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 
 // Makes the entries of each sequence whose last tokens are in this step, of rows of cache: dim channels from inputs_at on,
 // with overlap twice as many, of which the first ones take part in the entry after the token's; then as many gates, to
-// which bias fp32 [every, gates] is added. weight [dim], of the dtype of cache or fp32, and eps as for rms_norm; high, low,
-// low_rows and last as for rotations of the last `rope` channels. Places of tokens and entries as for attend_entries.
+// which bias fp32 [every, gates] is added. weight [dim], of the dtype of cache or fp32, and eps as for rms_norm, or null;
+// high, low, low_rows and last as for rotations of the last `rope` channels. Places of tokens and entries as for
+// attend_entries. entries: rows of entries_stride numbers, maybe those of cache, as an entry is written when it is made.
 #define KVIK_ARGS_make_entries(P, I, F)                                                  \
     P(cache) I(cache_stride) I(inputs_at) P(bias) P(weight) I(weight_dtype) F(eps)       \
-    P(high) P(low) I(low_rows) I(last) I(rope) P(table) I(table_stride) P(entries)       \
+    P(high) P(low) I(low_rows) I(last) I(rope) P(table) I(table_stride) P(entries) I(entries_stride) \
     P(entry_table) I(entry_table_stride) I(block_size) I(every) I(overlap)               \
     I(entry_tokens) P(query_start_loc) P(seq_lens) I(num_seqs) I(dim) I(dtype)
 

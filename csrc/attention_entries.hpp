@@ -75,18 +75,22 @@ void make_entry(const make_entries_args& a, int64_t sequence, int64_t entry, cha
         }
         store(means + c, div(total, weights), n);
     });
-    const float square = sum_of<true>(means, a.dim, 0.0f) / float(a.dim);
-    const W* gain = static_cast<const W*>(a.weight);
-    scale_row<false, T, W>(means, gain, nullptr, normed, a.dim, 0.0f, 1.0f / sqrtf(square + float(a.eps)));
+    if (a.weight) {
+        const float square = sum_of<true>(means, a.dim, 0.0f) / float(a.dim);
+        const W* gain = static_cast<const W*>(a.weight);
+        scale_row<false, T, W>(means, gain, nullptr, normed, a.dim, 0.0f, 1.0f / sqrtf(square + float(a.eps)));
+    } else {
+        normed = means;
+    }
     const int64_t start = entry * a.every, position = start < a.last ? start : a.last;
-    const float* high = static_cast<const float*>(a.high) + position / a.low_rows * a.rope;
-    const float* low = static_cast<const float*>(a.low) + position % a.low_rows * a.rope;
+    const float* high = static_cast<const float*>(a.high) + (half ? position / a.low_rows * a.rope : 0);
+    const float* low = static_cast<const float*>(a.low) + (half ? position % a.low_rows * a.rope : 0);
     for (int64_t j = 0; j < half; j++) {
         rotation[j] = high[j] * low[j] - high[half + j] * low[half + j];
         rotation[half + j] = high[j] * low[half + j] + high[half + j] * low[j];
     }
     const int64_t last = slot_of(a.entry_table, a.entry_table_stride, a.block_size, sequence, start + a.every - 1);
-    T* to = static_cast<T*>(a.entries) + last / a.entry_tokens * a.dim;
+    T* to = static_cast<T*>(a.entries) + last / a.entry_tokens * a.entries_stride;
     indexer::rotated_last(normed, a.dim, rotation, a.rope,
                           [&](int64_t d, float value) KVIK_INLINED { indexer::put_number(to + d, value); });
 }

@@ -285,8 +285,34 @@ public:
         }
     }
 
-    // Sets the bits of the keys that the query reads. A node of a tree finds the keys of its path after the cached.
+    // Sets the bits of the keys that the query reads; with pools of those of the chosen pools, and after the last one.
     void choose(float* of_keys) {
+        choose_scored(of_keys);
+        if (!a.pools) return;
+        auto* words = static_cast<uint64_t*>(a.out) + token * a.out_stride;
+        const int64_t pools = end_key(), seen = queries.end_key(place), of_pools = (pools + kTile - 1) / kTile;
+        std::memcpy(orders, words, size_t(of_pools) * sizeof(uint64_t));
+        std::memset(words, 0, size_t((seen + kTile - 1) / kTile) * sizeof(uint64_t));
+        const auto add = [&](int64_t first, int64_t last) {
+            for (int64_t at = first / kTile * kTile; at < last; at += kTile)
+                words[at / kTile] |= paged::bits_between(first - at, last - at);
+        };
+        for (int64_t first = 0; first < pools; first += kTile) {
+            uint64_t kept;
+            std::memcpy(&kept, orders + first / kTile * 2, sizeof kept);
+            for (kept &= paged::bits_between(0, pools - first); kept; kept &= kept - 1) {
+                const int64_t pool = first + __builtin_ctzll(kept);
+                add(pool * a.every, (pool + 1) * a.every);
+            }
+        }
+        add(pools * a.every, seen);
+    }
+
+    float* scores;  // of a query that one thread scores
+
+private:
+    // The same of what is scored. A node of a tree finds the keys of its path after the cached.
+    void choose_scored(float* of_keys) {
         const int64_t first = first_key(), count = num_keys(), end = first + count;
         auto* words = static_cast<uint64_t*>(a.out) + token * a.out_stride;
         if (count <= a.top) {
@@ -314,16 +340,13 @@ public:
         }
     }
 
-    float* scores;  // of a query that one thread scores
-
-private:
     // Lays out the entries from `first` on as a strip; those after the last one repeat it.
     const T* entries_of(int64_t first, int64_t end, T* to) const {
         const void* of_keys[kStrip];
         for (int t = 0; t < kStrip; t++) {
             const int64_t entry = first + t < end ? first + t : end - 1, last = (entry + 1) * a.every - 1;
             const int64_t slot = table[last / a.block_size] * a.block_size + last % a.block_size;
-            of_keys[t] = static_cast<const T*>(a.cache) + slot / a.entry_tokens * a.dim;
+            of_keys[t] = static_cast<const T*>(a.cache) + slot / a.entry_tokens * a.cache_stride;
         }
         strip_of_rows(to, of_keys, a.dim / cache::kPair<T>);
         return to;

@@ -113,10 +113,10 @@ def _chosen(notes: Notes, time: Timer, name: str) -> None:
     heads, dim = INDEX
     q, keys, weights = (
         torch.randn(*shape, device=DEVICE).bfloat16()
-        for shape in ((tokens, heads * dim), (blocks * BLOCK_SIZE, dim), (tokens, heads))
+        for shape in ((tokens, heads, dim), (blocks * BLOCK_SIZE, dim), (tokens, heads))
     )
-    choice = choose(q, weights, keys, at, heads, TOP, SCORES // at.longest)
-    found = time([lambda: choose(q, weights, keys, at, heads, TOP, SCORES // at.longest)])
+    choice = choose(q, weights, keys, at, TOP, SCORES // at.longest)
+    found = time([lambda: choose(q, weights, keys, at, TOP, SCORES // at.longest)])
     operations = 2.0 * seen * heads * dim
     notes.rate(f"choice, {name}", found.seconds, "bf16", operations=operations)
     latent, rope = LATENT

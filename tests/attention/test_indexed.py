@@ -20,15 +20,19 @@ from kvik.spec.kv import KVCacheSpec, group_layers, stored_as
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.full) if c == "long" else c for c in CASES]
+    ("case", "spec"),
+    [
+        pytest.param(case, spec, marks=[pytest.mark.full] if case == "long" else [])
+        for case, spec in product(CASES, SPECS)
+        if case != "tree" or not SPECS[spec].pool
+    ],
 )
 def test_the_largest_scores_are_chosen(case: str, spec: str, name: str, dtype: torch.dtype) -> None:
     check_choice(case, make_backend(name), dtype, SPECS[spec])
 
 
-@pytest.mark.parametrize("spec", ["halves", "blocks"])
+@pytest.mark.parametrize("spec", ["halves", "blocks", "pools"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_choice_does_not_depend_on_chunks(name: str, spec: str) -> None:
     make = make_backend(name)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import tiny_models
 from helpers.model_cases import BESIDE, H1_FACTORS
-from helpers.tiny_models import BAILING, DELTA, IN_BLOCKS, INDEXED, KIMI, STEP
+from helpers.tiny_models import BAILING, DELTA, IN_BLOCKS, IN_POOLS, INDEXED, KIMI, STEP
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -213,6 +213,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"v_head_dim": 10, "n_routed_experts": 6, "num_experts_per_tok": 6, "head_dim": 8},
         **{"index_topk": 4096, "hc_mult": 3},
     },
+    "Glm5Next": {
+        **IN_POOLS,
+        **{"q_lora_rank": 16, "kv_lora_rank": 24, "v_head_dim": 10, "linear_head_dim": 16},
+        **{"n_routed_experts": 6, "num_experts_per_tok": 6, "index_topk": 4096},
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
     "KimiLinear": {
         **KIMI,
         **{"kv_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 10, "linear_head_dim": 16},
@@ -279,6 +287,10 @@ LEFT: dict[str, set[str]] = {
     "GlmMoeDsa": {"gate", "kv_b_proj", "weights_proj"},
     "HYV4": {"gate", "kv_b_proj", "weights_proj", "linear_gate"},
     "MiniMaxM3VL": {"gate"},
+    "Glm5Next": {
+        *("gate", "kv_b_proj", "weights_proj", "b_proj"),
+        *("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"),
+    },
     "KimiLinear": {
         *("gate", "kv_b_proj", "b_proj"),
         *("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"),

@@ -365,6 +365,7 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "DeepseekV4ForCausalLM",
         vocab=129280, hidden=4096, inner=2048, layers=43, heads=64, kv_heads=1, positions=1048576,
     ),
+    "GLM-5.3-Flash": {"architectures": ["Glm5NextForConditionalGeneration"], "text_config": {}},
     "Hy4-preview": config(
         "HYV4ForCausalLM",
         vocab=120832, hidden=2816, inner=6912, layers=34, heads=32, kv_heads=32, positions=262144,

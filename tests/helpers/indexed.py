@@ -30,6 +30,8 @@ SPECS = {
     "strips": IndexSpec(HEADS, DIM, 3 * 16, span=16, local=1),  # by vectors in whole tiles
     "large blocks": IndexSpec(HEADS, DIM, 2 * 128, span=128, local=2),
     "pairs": IndexSpec(HEADS, DIM, 6 * 2, span=2),
+    "pools": IndexSpec(HEADS, DIM, 3 * 4, pool=4),
+    "odd pools": IndexSpec(HEADS, DIM, 2 * 7, pool=7),
 }
 TREE = tree_words(PARENTS)
 CASES = {**STEPS, "tree": [(20, 1), (33, len(TREE))], "long": [(1500, 1), (0, 70), (1100, 5)]}
@@ -71,13 +73,14 @@ class Texts:
         self.backend, self.dtype, self.spec = backend, dtype, spec
         g = torch.Generator().manual_seed(len(contexts))
         self.q = [torch.randn(n, HEADS * DIM, generator=g).to(dtype) for n in contexts]
-        self.k = [torch.randn(n, DIM, generator=g).to(dtype) for n in contexts]
+        self.k = [torch.randn(n, spec.stored, generator=g).to(dtype) for n in contexts]
+        self.bias = torch.randn(spec.pool, DIM, generator=g) if spec.pool else None
         self.weights = [torch.randn(n, HEADS, generator=g).to(dtype) for n in contexts]
         self.angles = [torch.randn(n, ROPE // 2, generator=g) for n in contexts]
         counts = [-(-n // BLOCK) for n in contexts]
         self.tables = torch.randperm(sum(counts), generator=g).int().split(counts)
         none = torch.zeros(sum(counts), BLOCK, 1, 0)
-        index = torch.full((sum(counts), BLOCK, 1, DIM), torch.nan, dtype=dtype)
+        index = torch.full((sum(counts), BLOCK, 1, spec.stored), torch.nan, dtype=dtype)
         self.kv = placed(LayerKV(none, none, index=index), backend)
 
     def step(self, spans: list[tuple[int, int]], words: tuple[int, ...] = ()) -> list[list[Tensor]]:
@@ -95,9 +98,9 @@ class Texts:
             tree_words=in_tree,
         )
         angles = self.new(self.angles, spans)
-        rotation = torch.cat((angles.cos(), angles.sin()), 1)
+        rotation = None if self.spec.pool else torch.cat((angles.cos(), angles.sin()), 1)
         q, k, weights = (self.new(part, spans) for part in (self.q, self.k, self.weights))
-        of = Indexed(self.spec, q, k, None if self.spec.span else weights, rotation)
+        of = Indexed(self.spec, q, k, None if self.spec.span else weights, rotation, self.bias)
         choice = self.backend.choose(*placed((of, self.kv, layout), self.backend))
         heads = HEADS if self.spec.span else 1
         if not choice:
@@ -115,11 +118,16 @@ class Texts:
         return torch.cat([part[cached : cached + new] for part, (cached, new) in pairs])
 
     def scores(self, seq: int) -> Tensor:
-        """Return the score of each key for each query of a sequence, by definition, [queries, 1 or
-        heads, keys]."""
+        """Return the score of each key, or whole pool, for each query of a sequence, by definition,
+        [queries, 1 or heads, keys]."""
         q = self.q[seq].view(-1, HEADS, DIM).double()
         k, turns = self.k[seq][:, None].double(), torch.polar(*self._unit(seq))
-        q, k = (self._turned(x, turns).to(self.dtype).double() for x in (q, k))
+        if self.bias is not None:
+            whole = k[: len(k) // self.spec.pool * self.spec.pool]
+            k, gates = whole.unflatten(0, (-1, self.spec.pool)).chunk(2, 3)
+            k = (k * (gates + self.bias[:, None]).softmax(1)).sum(1).to(self.dtype).double()
+        else:
+            q, k = (self._turned(x, turns).to(self.dtype).double() for x in (q, k))
         products = torch.einsum("qhd,kd->qhk", q, k[:, 0]) / DIM**0.5
         if self.spec.span:
             return products
@@ -130,6 +138,11 @@ class Texts:
         """Return the places of the keys that a head chooses, by its scores of the keys that a query
         sees, in their order."""
         spec = self.spec
+        if spec.pool:
+            pools = len(scores) // spec.pool
+            best = scores[:pools].topk(min(spec.top // spec.pool, pools)).indices.sort().values
+            whole = best[:, None] * spec.pool + torch.arange(spec.pool)
+            return torch.cat((whole.flatten(), torch.arange(pools * spec.pool, len(scores))))
         if not spec.span:
             return scores.topk(min(spec.top, len(scores))).indices.sort().values
         blocks = scores.split(spec.span)
@@ -175,6 +188,8 @@ def check_choice(
             visible[:, cached:] = torch.tensor(words)[:, None] >> torch.arange(new) & 1
         for of_heads, seen in zip(texts.scores(seq)[cached:], visible, strict=True):
             places = seen.nonzero()[:, 0]
-            for scores, chosen in zip(of_heads, next(found), strict=True):
+            # One score for each whole pool: the others are not read.
+            padded = torch.nn.functional.pad(of_heads, (0, len(seen) - of_heads.shape[1]))
+            for scores, chosen in zip(padded, next(found), strict=True):
                 assert torch.equal(chosen, places[texts.right(scores[places])])
     assert next(found, None) is None

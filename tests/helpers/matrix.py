@@ -300,6 +300,15 @@ ENTRIES = model_config(  # windows, and entries that sum up tokens; some experts
     ],
     index_n_heads=8, index_head_dim=16, torch_dtype="float32",
 )  # fmt: skip
+POOLS = model_config(  # states, and latent vectors in pools that an indexer chooses
+    "Glm5NextForConditionalGeneration",
+    vocab=96, hidden=32, inner=32, layers=4, heads=4, kv_heads=4, positions=256,
+    kv_lora_rank=32, q_lora_rank=24, qk_rope_head_dim=0, qk_nope_head_dim=16, v_head_dim=16,
+    linear_num_heads=2, linear_head_dim=16, moe_intermediate_size=24, n_routed_experts=6,
+    num_experts_per_tok=3, index_n_heads=4, index_head_dim=16, index_topk=12, index_kpool=4,
+    layer_types=["linear_attention", "indexed_attention"] * 2, hc_mult=2, torch_dtype="float32",
+    mlp_layer_types=["dense", *["sparse"] * 3], indexer_types=["full", "full", "full", "shared"],
+)  # fmt: skip
 BLOCKS = model_config(  # blocks of keys that KV heads choose; an MLP, then experts
     "MiniMaxM3VLForCausalLM",
     vocab=96, hidden=64, inner=32, layers=3, heads=4, kv_heads=2, head_dim=32, positions=256,
@@ -360,7 +369,7 @@ def make_model(name: str, folder: Path) -> dict[str, object]:
     configs |= {"spaces": SPACES, "beside": BESIDE, "rows": ROWS, "indexed": INDEXED}
     configs |= {"pure": PURE, "channels": CHANNELS, "narrow": NARROW, "gpt-oss": GPT_OSS}
     configs |= {"alibi": ALIBI, "streams": STREAMS, "blocks": BLOCKS}
-    configs |= {"entries": ENTRIES}
+    configs |= {"entries": ENTRIES, "pools": POOLS}
     config = configs.get(name, WINDOWED)
     (folder / "config.json").write_text(json.dumps(config))
     return {"model": str(folder), "load_format": "random", "seed": 3}

@@ -156,6 +156,21 @@ INDEXED: dict[str, Any] = {  # of DeepSeek V3.2 and GLM-5: each query reads ten 
 }
 
 
+IN_POOLS: dict[str, Any] = {  # of GLM-5.3: each query reads two pools of four keys, and the last
+    **INDEXED,
+    "num_hidden_layers": 4,
+    "qk_rope_head_dim": 0,
+    "linear_num_heads": 3,
+    "linear_head_dim": 12,
+    "layer_types": [
+        *("linear_attention", "indexed_attention", "indexed_attention", "linear_attention"),
+    ],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "index_topk": 8,
+    "index_kpool": 4,
+    "hc_mult": 3,
+}
+
 IN_BLOCKS: dict[str, Any] = {  # of MiniMax-M3: each query reads three blocks of four keys
     "head_dim": 16,
     "rotary_dim": 8,
@@ -215,6 +230,11 @@ ENCODERS: dict[str, dict[str, Any]] = {
     },
 }
 ENCODERS["Qwen3VLMoe"] = ENCODERS["Qwen3VL"]
+ENCODERS["Glm5Next"] = {
+    **_VISION,
+    **{"hidden_size": 8, "intermediate_size": 8, "out_hidden_size": 32},
+    "projection_intermediate_size": 8,
+}
 ENCODERS["Step3p7"] = {
     **{"hidden_size": 8, "mlp_ratio": 1.0, "num_hidden_layers": 1, "num_attention_heads": 2},
     "image_size": 28,

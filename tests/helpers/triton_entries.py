@@ -348,6 +348,9 @@ def _chosen(
     return _entries(what, attend_rows, *of, [queries])
 
 
+_POOLS = replace(_PLACES, every=16)
+_MADE_POOLS = _bf16(64, 256), _i32(4, 9), _bf16(64, 256)[:, :128], _POOLS, 9, _fp32(16, 128)
+_OF_POOLS = _bf16(4, 32, 128), _bf16(4, 32), _bf16(4096, 256), _POOLS, 128, 4
 _MADE = _bf16(64, 2048), _i32(4, 9), _bf16(64, 512), _OF_FOUR, 9, _fp32(4, 1024)
 CHOSEN = (
     *(_chosen(_CHOSEN, 128, queries) for queries in (1, 2048)),
@@ -356,12 +359,14 @@ CHOSEN = (
     _chosen(ListedRows(_bf16(4096, 512), _OF_MANY), 64, 1, _LAST),
     _chosen(None, 64, 1, _LAST),
     *(
-        _entries(what, choose, _bf16(4, 64 * 128), _bf16(4, 64), _bf16(4096, 128), at, 64, top, 4)
+        _entries(what, choose, _bf16(4, 64, 128), _bf16(4, 64), _bf16(4096, 128), at, top, 4)
         for what, at, top in (("keys", _PLACES, 2048), ("entries", _OF_FOUR, 512))
     ),
+    _entries("pools", partial(choose, pools=True), *_OF_POOLS),
     _entries(
         "of 512", make_entries, *_MADE, (_bf16(512), 1e-6), (_fp32(64, 64), _fp32(64, 64), 4095)
     ),
+    _entries("pools", make_entries, *_MADE_POOLS),
     _entries("heads of 512", turn_last, _bf16(9, 64, 512), _fp32(9, 64)),
 )
 

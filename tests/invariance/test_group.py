@@ -117,6 +117,7 @@ CASES += [
     for model in ("indexed", "blocks", "entries")
     for name in ("tp2 pp2, preemption, chunks", "pp2, hits, chunks", "tp2, memory tier")
 ]
+CASES += [("pools", "bfloat16", BY_NAME[name]) for name in ("tp2 pp2, both tiers, chunks", "tp4")]
 CASES += [
     (name, weights, BY_NAME["tp2, whole experts"])
     for name, weights in (("windowed", "bfloat16"), ("chunked", "int4"), ("latent", "int8"))

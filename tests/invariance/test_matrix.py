@@ -45,7 +45,7 @@ ENTRIES = [
 ]
 
 
-@pytest.mark.parametrize("name", ["entries"])
+@pytest.mark.parametrize("name", ["entries", "pools"])
 @pytest.mark.parametrize("column", ENTRIES, ids=named)
 def test_tokens_do_not_depend_on_when_entries_are_made(model, expected, column):
     checked_tokens(column, model, expected)
@@ -55,7 +55,7 @@ OF_BITS = by_name(BITS, "prefix hits, chunks", "chunks of 5", "preemption, chunk
 
 
 @needs_native
-@pytest.mark.parametrize("name", ["entries"])
+@pytest.mark.parametrize("name", ["entries", "pools"])
 @pytest.mark.parametrize("format", ["bfloat16"])
 @pytest.mark.parametrize("column", OF_BITS, ids=named)
 def test_bits_do_not_depend_on_when_entries_are_made(model, one_at_a_time, format, column, caplog):

@@ -355,7 +355,8 @@ def test_divided_models_have_the_memory_of_the_engines_plan(
         assert sum(part.total for part in parts) == own.memory.total
         repeated = sum(part.weights for part in parts) - own.memory.weights
         others = [part.runtime for part in parts]
-        assert repeated + sum(others) == own.memory.overhead
+        rest = own.memory.activations % len(parts)  # in the engine's part
+        assert repeated + sum(others) == own.memory.overhead + rest
         assert others.count(RANK_BYTES) == tp * pp - 1
 
 

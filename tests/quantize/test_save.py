@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.calibrated import FAMILIES
 from helpers.paged_model import PagedModel
 from helpers.rounded_blocks import meaning, rounded_blocks
 from helpers.tiny_models import IMAGE_PREFIXES, save_tiny, save_tiny_with_images, tokens
@@ -114,6 +115,13 @@ def quantise(plain: Path, folder: Path, recipe: Recipe) -> Saved:
     return quantise_folder(
         source, recipe, windows, Output(folder, source), lambda what, share: None
     )
+
+
+@pytest.mark.parametrize("family", ["HYV4", "Glm5Next"])
+def test_what_weighs_streams_is_no_layer(family: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, family, **FAMILIES[family])
+    layers = open_source(tmp_path).layers
+    assert layers and not [name for name in layers if ".hc_" in name or "kpool" in name]
 
 
 @pytest.mark.full

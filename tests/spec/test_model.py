@@ -58,6 +58,7 @@ from kvik.spec.visible_keys import Window
         ("kimi-linear-48b-a3b", 49_122_681_728),
         ("MiniMax-M3", 426_174_572_928),
         ("Hy4-preview", 58_278_201_581),
+        ("GLM-5.3-Flash", 313_326_828_862),
         ("DeepSeek-V4-Flash", 284_328_206_295),
         ("Ling-3.0-Flash", 124_414_211_552),
         ("Compass, usual sizes", 34_980_831_232),

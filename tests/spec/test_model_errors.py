@@ -246,6 +246,19 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
         )
     ),
     *(
+        (PUBLIC["GLM-5.3-Flash"] | {"text_config": {key: value}}, f"text_config {key}")
+        for key, value in (
+            ("qk_rope_head_dim", 64),
+            ("index_kpool", 1),
+            ("index_topk", 2050),
+            ("index_kpool_always_select_tail", False),
+            ("linear_lower_bound", 0.0),
+            ("hc_mult", 1),
+            ("swiglu_limit", 7.0),
+            ("layer_types", ["sliding_attention"] * 4),
+        )
+    ),
+    *(
         (of("HYV4", **{key: value}), key)
         for key, value in (("swiglu_limit", 7.0), ("hc_mult", 1), ("hc_eps", -1.0))
     ),

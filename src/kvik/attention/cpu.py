@@ -126,17 +126,59 @@ class CpuAttention(AttentionBackend):
         """See `base.AttentionBackend.choose`. The choice is one tensor of bits, [tokens, words] or
         [tokens, KV heads, words]: see `choose_keys` in csrc/arguments.hpp."""
         assert kv.index is not None
-        spec, size = of.spec, kv.index.shape[1]
+        spec = of.spec
+        if of.bias is not None:
+            return self._choose_pools(of, of.bias, kv.index, layout)
+        assert of.rotation is not None
         shape: dict[str, Argument] = {
             "rotation": of.rotation,
             "rope": of.rotation.shape[1],
             "interleaved": spec.interleaved,
             "cache": kv.index,
             "dim": spec.dim,
-            "block_size": size,
         }
-        self.native.launch("store_index", k=of.k, slot_mapping=layout.slot_mapping, **shape)
+        stored: dict[str, Argument] = {"k": of.k, "slot_mapping": layout.slot_mapping}
+        self.native.launch("store_index", **stored, block_size=layout.block_size, **shape)
         return self._choose(of.q, of.weights, spec, layout, shape)
+
+    def _choose_pools(self, of: Indexed, bias: Tensor, cache: Tensor, layout: StepLayout) -> Choice:
+        """Return what `choose` does, from keys with gates."""
+        (pool, dim), rows = bias.shape, cache.view(-1, cache.shape[3])
+        none: dict[str, Argument] = {"rotation": None, "rope": 0}
+        stored: dict[str, Argument] = {"k": of.k, "slot_mapping": layout.slot_mapping}
+        self.native.launch("store_tokens", **stored, inputs=None, cache=rows, dim=2 * dim, **none)
+        self.native.launch(
+            "make_entries",
+            cache=rows,
+            inputs_at=0,
+            bias=bias,
+            weight=None,
+            weight_dtype=bias.dtype,
+            eps=0.0,
+            high=None,
+            low=None,
+            low_rows=1,
+            last=0,
+            rope=0,
+            table=layout.block_table,
+            entries=rows,
+            entry_table=layout.block_table,
+            every=pool,
+            overlap=False,
+            entry_tokens=1,
+            dim=dim,
+            **self._sequences(layout),
+        )
+        shape = {**none, "interleaved": False, "cache": rows, "dim": dim}
+        return self._choose(of.q, of.weights, of.spec, layout, shape, pool)
+
+    def _sequences(self, layout: StepLayout) -> dict[str, Argument]:
+        return {
+            "block_size": layout.block_size,
+            "query_start_loc": layout.query_start_loc,
+            "seq_lens": layout.seq_lens,
+            "num_seqs": self.native.rows(layout.seq_lens),
+        }
 
     def _choose(
         self,
@@ -153,7 +195,9 @@ class CpuAttention(AttentionBackend):
             shape: what else the kernel needs to know of q and the cache.
             every: tokens that each key sums up; 0: keys of tokens.
         """
-        longest = layout.block_table.shape[1] * layout.block_size // (every or 1)  # of a sequence
+        longest = layout.block_table.shape[1] * layout.block_size  # of a sequence
+        if not spec.pool:
+            longest //= every or 1
         if longest <= spec.top:
             return []
         words = -(-longest // KEYS_OF_WORD)
@@ -166,17 +210,16 @@ class CpuAttention(AttentionBackend):
             **shape,
             block_table=layout.block_table,
             table_stride=layout.block_table.stride(0),
-            query_start_loc=layout.query_start_loc,
-            seq_lens=layout.seq_lens,
-            num_seqs=self.native.rows(layout.seq_lens),
+            **self._sequences(layout),
             tree=layout.tree,
             first_keys=layout.first_keys,
             heads=spec.heads,
-            top=spec.top // spec.span if spec.span else spec.top,
+            top=spec.top // (spec.span or spec.pool or 1),
             span=spec.span,
             local=spec.local,
             every=every,
-            entry_tokens=ENTRY_TOKENS,
+            entry_tokens=1 if spec.pool else ENTRY_TOKENS,
+            pools=spec.pool > 0,
             out=chosen,
         )
         return [chosen]
@@ -188,12 +231,9 @@ class CpuAttention(AttentionBackend):
         cache: dict[str, Argument] = {
             "cache": attend.tokens,
             "table": layout.block_table,
-            "block_size": layout.block_size,
             "every": of.every,
             "entry_tokens": ENTRY_TOKENS,
-            "query_start_loc": layout.query_start_loc,
-            "seq_lens": layout.seq_lens,
-            "num_seqs": self.native.rows(layout.seq_lens),
+            **self._sequences(layout),
         }
         self.native.launch(
             "store_tokens",
@@ -227,7 +267,6 @@ class CpuAttention(AttentionBackend):
             start += 2 * maker.bias.shape[1]
         if attend.indexed is not None and of.index is not None:
             shape = {"interleaved": True, "cache": entries[1], "dim": of.index.dim, **turns}
-            shape["block_size"] = layout.block_size
             indexed = *attend.indexed, of.index, attend.layouts[2]
             chosen = _bits(self._choose(*indexed, shape, of.every))
         out = self.native.empty(*q.shape, dtype=q.dtype)

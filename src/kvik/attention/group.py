@@ -187,7 +187,7 @@ class GroupAttention(DividedHeads):
             attend,
             q=attend.q[:, rank_heads],
             q_rope=attend.q_rope[:, rank_heads],
-            k_rope=self._copied(attend.k_rope),
+            k_rope=attend.k_rope if attend.rotation is None else self._copied(attend.k_rope),
             spec=attend.spec.of_heads(rank_heads),
         )
         return self._all_heads(self._native.run_latent_by(self._ops, part), heads)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvik.attention.layout import StepLayout
@@ -29,22 +30,65 @@ class Indexed:
     """What the indexer of a layer computes in one step.
 
     Attributes:
-        q: [tokens, heads * dim]; k: [tokens, dim], which the cache stores; not rotated.
+        q: [tokens, heads * dim]; k: [tokens, dim], which the cache stores; not rotated. With pools
+            k is followed by its gates, [tokens, 2 * dim].
         weights: [tokens, heads]; None if blocks of keys are chosen.
-        rotation: [tokens, rope] fp32, as in `Ops.rotary`.
+        rotation: [tokens, rope] fp32, as in `Ops.rotary`; None: there is none.
+        bias: [pool, dim] fp32, added to the gates of a pool; None: there are no pools.
     """
 
     spec: IndexSpec
     q: Tensor
     k: Tensor
     weights: Tensor | None
-    rotation: Tensor
+    rotation: Tensor | None
+    bias: Tensor | None = None
+
+    @property
+    def queries(self) -> Tensor:
+        """The queries, rotated, [tokens, heads, dim] fp32."""
+        return self._turned(self.q.unflatten(1, (self.spec.heads, self.spec.dim)))
+
+    @property
+    def keys(self) -> Tensor:
+        """What the cache stores, rotated, [tokens, 1, dim or 2 * dim] fp32."""
+        return self._turned(self.k[:, None])
+
+    def _turned(self, x: Tensor) -> Tensor:
+        if self.rotation is None:
+            return x.float()
+        return rotated(x, self.rotation, interleaved=self.spec.interleaved)
 
 
 def index_keys(ops: Ops, of: Indexed, cache: Tensor, layout: StepLayout) -> None:
+    """Do what `store_keys` does, then write the keys of the pools that are complete."""
+    store_keys(ops, of, cache, layout)
+    if of.bias is not None:
+        make_pools(of.bias, cache, layout)
+
+
+def store_keys(ops: Ops, of: Indexed, cache: Tensor, layout: StepLayout) -> None:
     """Rotate the keys of a step and write them into the cache, `LayerKV.index`."""
-    k = rotated(of.k[:, None], of.rotation, interleaved=of.spec.interleaved).to(cache.dtype)
+    k = of.keys.to(cache.dtype)
     ops.store_kv(k, k[..., :0], cache, cache[..., :0], layout.slot_mapping)
+
+
+def make_pools(bias: Tensor, cache: Tensor, layout: StepLayout) -> None:
+    """Write the keys of the pools whose last keys are in the step, each in the place of its last
+    key, which nothing else reads.
+
+    Args:
+        bias: of `Indexed`. cache: `LayerKV.index`.
+    """
+    (pool, dim), rows = bias.shape, cache.view(-1, cache.shape[3])
+    for seq, length in enumerate(layout.num_scheduled):
+        end = layout.contexts[seq] // pool * pool
+        first = (layout.contexts[seq] - length) // pool * pool
+        if first < end:
+            slots = layout.slots_of(seq, range(first, end))
+            k, gates = rows[slots].float().unflatten(0, (-1, pool)).chunk(2, 2)
+            means = (k * (gates + bias).softmax(1)).sum(1)
+            rows[slots[pool - 1 :: pool], :dim] = means.to(cache.dtype)
 
 
 def choose_keys(of: Indexed, cache: Tensor, layout: StepLayout) -> list[list[Tensor]]:
@@ -53,8 +97,7 @@ def choose_keys(of: Indexed, cache: Tensor, layout: StepLayout) -> list[list[Ten
     spec = of.spec
     if max(layout.contexts, default=0) <= spec.top:
         return []
-    q = of.q.unflatten(1, (spec.heads, spec.dim))
-    q = rotated(q, of.rotation, interleaved=spec.interleaved).to(cache.dtype).float()
+    q = of.queries.to(cache.dtype).float()
     lists = spec.heads if spec.span else 1  # of a token
     choice: list[list[Tensor]] = []
     start = 0
@@ -68,13 +111,19 @@ def choose_keys(of: Indexed, cache: Tensor, layout: StepLayout) -> list[list[Ten
                 choice.append([seen] * lists)
                 continue
             rows = keys.index_select(0, seen) if is_tree else keys[first : first + len(seen)]
+            if spec.pool:
+                rows = rows[spec.pool - 1 :: spec.pool, : spec.dim]
             products = (rows @ q[token].t()).t()  # [heads, keys]
             if spec.span:
                 choice.append([seen[in_blocks(of_head, spec)] for of_head in products])
                 continue
             assert of.weights is not None
             weights = of.weights[token].float() * (spec.heads * spec.dim) ** -0.5
-            choice.append([seen[largest(weights @ products.relu_(), spec.top)]])
+            scores = weights @ products.relu_()
+            if spec.pool:
+                choice.append([seen[in_pools(scores, len(seen), spec)]])
+            else:
+                choice.append([seen[largest(scores, spec.top)]])
         start += length
     return choice
 
@@ -88,6 +137,13 @@ def in_blocks(products: Tensor, spec: IndexSpec) -> Tensor:
     scores = padded.view(blocks, spec.span).amax(1)
     scores[max(0, blocks - spec.local) :] = torch.inf
     return largest(scores, spec.top // spec.span).repeat_interleave(spec.span)[:keys]
+
+
+def in_pools(scores: Tensor, keys: int, spec: IndexSpec) -> Tensor:
+    """Return which keys are in the chosen pools, or after the last whole one, bool [keys], by the
+    scores of whole pools."""
+    chosen = largest(scores, spec.top // spec.pool).repeat_interleave(spec.pool)
+    return F.pad(chosen, (0, keys - len(chosen)), value=True)
 
 
 def largest(scores: Tensor, count: int) -> Tensor:

@@ -9,7 +9,7 @@ begin in this step may be computed by torch (`fresh_prompts.py`), but never in a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from kvik.attention.base import (
 )
 from kvik.attention.compressed import AttendCompressed
 from kvik.attention.fresh_prompts import FreshPrompt, FreshPrompts
-from kvik.attention.indexed import Choice, Indexed, index_keys, rotated
+from kvik.attention.indexed import Choice, Indexed, store_keys
 from kvik.attention.layout import StepLayout
 from kvik.kernels.ops import Ops
 from kvik.kernels.triton.attention_chosen import LastKeys, ListedRows, attend_rows
@@ -157,11 +157,13 @@ class TritonAttention(AttentionBackend):
         if of.spec.span:
             return super().choose(of, kv, layout)
         assert kv.index is not None and of.weights is not None
-        index_keys(self._ops, of, kv.index, layout)
-        q = of.q.unflatten(1, (of.spec.heads, of.spec.dim))
-        q = rotated(q, of.rotation, interleaved=of.spec.interleaved).to(kv.index.dtype)
-        keys = kv.index.view(-1, of.spec.dim)
-        return [*_choice(q.flatten(1), of.weights, keys, places_of(layout), of.spec)]
+        rows, at = kv.index.view(-1, of.spec.stored), places_of(layout)
+        store_keys(self._ops, of, kv.index, layout)
+        if of.bias is not None:
+            at = replace(at, every=of.spec.pool)
+            keys = rows[:, : of.spec.dim]
+            make_entries(rows, layout.block_table, keys, at, len(of.q), of.bias)
+        return [*_choice(of.queries.to(rows.dtype), of.weights, rows, at, of.spec)]
 
     def run_chosen(self, attend: AttendLatent, choice: Choice) -> Tensor:
         layout, cache, spec = attend.metadata.layout, attend.kv.k, attend.spec
@@ -192,7 +194,7 @@ class TritonAttention(AttentionBackend):
             choice: tuple[Tensor, ...] = ()
             if attend.indexed is not None and of.index is not None:
                 queries, weights = attend.indexed
-                turn_last(queries.unflatten(1, (of.index.heads, -1)), rotation)
+                queries = turn_last(queries.unflatten(1, (of.index.heads, -1)), rotation)
                 choice = _choice(queries, weights, attend.entries[1], at[1], of.index)
             rows = ListedRows(attend.entries[0], at[0], *choice)
         q, seen = turn_last(attend.q, rotation), (rows, last, attend.scale, attend.sinks)
@@ -210,9 +212,10 @@ def _choice(
     q: Tensor, weights: Tensor, keys: Tensor, at: Places, spec: IndexSpec
 ) -> tuple[Tensor, ...]:
     """Return what `indexer.choose` returns; nothing if all tokens read all that they see."""
-    if at.longest <= spec.top:
+    top = spec.top // (spec.pool or 1)
+    if at.longest <= top:
         return ()
-    return choose(q, weights, keys, at, spec.heads, spec.top, SCORES // at.longest)
+    return choose(q, weights, keys, at, top, SCORES // at.longest, pools=spec.pool > 0)
 
 
 def _steps_between(

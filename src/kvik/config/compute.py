@@ -88,20 +88,30 @@ def computing_in(
     """Choose kernels, attention backend and KV format for a model in this dtype on this device."""
     kernels = choose_kernels(config, hardware, model, device, dtype, notes)
     attention = choose_attention(config, model, kernels, dtype, gpu, notes)
+    _check_trees(config, model)
     if model.compressed:
         _check_compressed(config, model, dtype)
     _choose_kv_format(config, model, dtype, notes)
     return Compute(device, gpu, dtype, kernels, attention)
 
 
+def _check_trees(config: EngineConfig, model: ModelSpec) -> None:
+    """Raise ConfigError if trees are drafted for a model that sums up tokens."""
+    speculation = requested_speculation(config)
+    if speculation is None or speculation.method not in TREE_METHODS:
+        return
+    if model.compressed or model.pools:
+        made = "entries" if model.compressed else "pools"
+        reason = f"{model.architecture} keeps {made} that sum up tokens"
+        raise ConfigError("spec_method", f"must be one without trees: {reason}")
+
+
 def _check_compressed(config: EngineConfig, model: ModelSpec, dtype: str) -> None:
     """Raise ConfigError if a model whose cache has entries cannot run with these options."""
-    speculation, stored = requested_speculation(config), (AUTO, SHORT_DTYPES[dtype])
-    trees = speculation is not None and speculation.method in TREE_METHODS
+    stored = AUTO, SHORT_DTYPES[dtype]
     for wrong, field, allowed in (
         (config.kv_cache_dtype not in stored, "kv_cache_dtype", f"{' or '.join(stored)}"),
         (config.block_size % ENTRY_TOKENS, "block_size", f"a multiple of {ENTRY_TOKENS}"),
-        (trees, "spec_method", "one without trees"),
     ):
         if wrong:
             reason = f"{model.architecture} keeps entries that sum up tokens"

@@ -689,15 +689,16 @@ class Footprint:
         if not indexes:
             return 0
         lists = max(index.heads if index.span else 1 for index in indexes)  # of a token
-        computed = max(index.heads * (index.dim + 1) + index.dim for index in indexes)
+        computed = max(index.heads * (index.dim + 1) + index.stored for index in indexes)
         total = tokens * computed * item
         if keys <= top:
             return total
         if self._taped:
             return total + lists * tokens * -(-keys // 8) + INDEX_ROWS * keys * 4
         if self._captured_steps:
-            return total + 3 * tokens * computed * 4 + _chosen(top, keys, tokens)
-        numbers = max(2 * index.dim + index.heads for index in indexes) + CHOOSING_NUMBERS
+            places = max(index.most for index in indexes)
+            return total + 3 * tokens * computed * 4 + _chosen(places, keys, tokens)
+        numbers = max(2 * index.stored + index.heads for index in indexes) + CHOOSING_NUMBERS
         total += keys * 4 * numbers
         width = self.spec.key_width * (1 if self.spec.latent else 2)
         copies = COPIED * (top + self.block_size) * width * (8 + 3 * item)

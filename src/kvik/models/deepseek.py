@@ -86,13 +86,20 @@ class Indexer:
         self.k = linear("wk", hidden, dim, role="kv_down", order=order)
         self.k_norm = builder.layer_norm("k_norm", dim, eps, order=order)
         self.weights = linear("weights_proj", hidden, index.heads, role="gates")
+        self.gates = None
+        if index.pool:
+            self.gates = builder.bare_linear("index_kpool_compress_gate", hidden, dim)
+        self.joined = builder.joined()
 
     def __call__(
         self, x: Tensor, narrow: Tensor, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [tokens, hidden], narrow [tokens, q_rank] -> queries [tokens, heads * dim], keys
-        [tokens, dim] and weights [tokens, heads]."""
-        return self.q(narrow, ctx), self.k_norm(self.k(x, ctx)), self.weights(x, ctx)
+        [tokens, dim], or with their gates [tokens, 2 * dim], and weights [tokens, heads]."""
+        k = self.k_norm(self.k(x, ctx))
+        if self.gates is not None:
+            k = self.joined(k, self.gates(x))
+        return self.q(narrow, ctx), k, self.weights(x, ctx)
 
 
 class DeepseekAttention:
@@ -109,6 +116,7 @@ class DeepseekAttention:
         sink_name: of the heads' learned sinks; "": they have none.
         turned_last: heads of the indexer have the rotated channels last, and the norm of its keys
             has the model's eps.
+        eps: of the norms of latent vectors.
     """
 
     def __init__(
@@ -123,6 +131,7 @@ class DeepseekAttention:
         each_head: bool = False,
         sink_name: str = "",
         turned_last: bool = False,
+        eps: float = LATENT_EPS,
     ) -> None:
         builder = builder.at(scope)
         latent, rope = spec.layers[layer].latent, spec.layers[layer].rope
@@ -140,7 +149,7 @@ class DeepseekAttention:
         else:
             self.down = builder.linear("q_a_proj", hidden, latent.q_rank, bias=bias, role="q_down")
             self.q_norm = builder.rms_norm(
-                "q_a_layernorm", latent.q_rank, LATENT_EPS, before="" if gated else "q_up"
+                "q_a_layernorm", latent.q_rank, eps, before="" if gated else "q_up"
             )
             up = partial(builder.linear, "q_b_proj", latent.q_rank * (2 if gated else 1))
         self.join = builder.joined() if gated else None
@@ -154,7 +163,7 @@ class DeepseekAttention:
             role="kv_down",
             order=[*range(latent.rank), *(latent.rank + i for i in turned)],
         )
-        self.kv_norm = builder.rms_norm("kv_a_layernorm", latent.rank, LATENT_EPS)
+        self.kv_norm = builder.rms_norm("kv_a_layernorm", latent.rank, eps)
         ups = SEPARATE_UPS if spec.wiring == SEPARATE else (UPS,)
         # The part of YaRN's temperature that is not in the rotation.
         stretch = rope.temperature(rope.mscale_all_dim) if rope and rope.mscale_all_dim else 1.0
@@ -163,12 +172,12 @@ class DeepseekAttention:
         self.attend = builder.latent_attention(ups, layer, heads, latent, scale, index, sink_name)
         self.indexer = None
         if index is not None and not index.shared and latent.q_rank is not None:
-            order, eps = (), LATENT_EPS
+            order, key_eps = (), LATENT_EPS
             if turned_last:
                 plain = index.dim - latent.rope
-                order, eps = (*range(plain, index.dim), *range(plain)), spec.norm_eps
+                order, key_eps = (*range(plain, index.dim), *range(plain)), spec.norm_eps
             inside = builder.at("indexer")
-            self.indexer = Indexer(inside, hidden, latent.q_rank, index, order, eps)
+            self.indexer = Indexer(inside, hidden, latent.q_rank, index, order, key_eps)
         self.gate: LinearLayer | None = None
         if gate:
             width = heads * (1 if each_head else latent.value)
@@ -317,25 +326,32 @@ def indexed_layers(
         latent_interleaved: see `latent_layers`.
     """
     read = latent_layers(fields, layers, positions, interleaved=latent_interleaved)
-    latent, rope = read[0].latent, "qk_rope_head_dim"
+    latent = read[0].latent
     assert latent is not None
+    index = read_index(fields, latent, heads, interleaved=interleaved)
+    shared = replace(index, shared=True)
+    return tuple(
+        replace(layer, index=shared if shares else index)
+        for layer, shares in zip(read, sharing(fields, layers), strict=True)
+    )
+
+
+def read_index(
+    fields: Fields, latent: LatentSpec, heads: int, *, interleaved: bool = False, pool: int = 0
+) -> IndexSpec:
+    """Return the indexer of layers with latent attention; for the arguments see `IndexSpec`."""
+    rope = "qk_rope_head_dim"
     if latent.q_rank is None:
         raise fields.error("q_lora_rank", "must be a number: indexers read what it is the width of")
     dim = fields.integer("index_head_dim", 1, MAX_WIDTH, 128)
     if dim < latent.rope or dim % 2:
         reason = f"must be an even number of at least {rope} ({latent.rope}), not {dim}"
         raise fields.error("index_head_dim", reason)
-    index = IndexSpec(
-        fields.integer("index_n_heads", 1, MAX_HEADS, heads),
-        dim,
-        fields.integer("index_topk", 1, MAX_POSITIONS, 2048),
-        interleaved,
-    )
-    shared = replace(index, shared=True)
-    return tuple(
-        replace(layer, index=shared if shares else index)
-        for layer, shares in zip(read, sharing(fields, layers), strict=True)
-    )
+    top = fields.integer("index_topk", 1, MAX_POSITIONS, 2048)
+    if pool and top % pool:
+        raise fields.error("index_topk", f"must be a multiple of index_kpool ({pool}), not {top}")
+    heads = fields.integer("index_n_heads", 1, MAX_HEADS, heads)
+    return IndexSpec(heads, dim, top, interleaved, pool=pool)
 
 
 def sharing(fields: Fields, layers: int) -> tuple[bool, ...]:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvik.errors import shown
-from kvik.models.hy4 import LIMIT, StreamsDecoder, StreamsLayer
+from kvik.models.hy4 import StreamsDecoder, StreamsLayer, read_limit
 from kvik.spec.declare import Architecture, ExpertNames, FeedForward, ForwardContext, LayerBuilder
 from kvik.spec.experts import ExpertsSpec, Router, expert_count
 from kvik.spec.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
@@ -120,8 +120,7 @@ def v4(spec: ModelFacts, builder: LayerBuilder) -> StreamsDecoder:
 
 def v4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
     """Layers with a window, some of them with entries."""
-    if (limit := fields.number("swiglu_limit", 0.0, 1e6, LIMIT)) != LIMIT:
-        raise fields.error("swiglu_limit", f"must be {LIMIT:g}, not {limit:g}")
+    read_limit(fields)
     dim = fields.integer("head_dim", ENTRY_TOKENS, MAX_HEAD_DIM, 512)
     heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     _whole(fields, "head_dim", dim)

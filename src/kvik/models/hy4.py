@@ -39,11 +39,16 @@ if TYPE_CHECKING:
 LIMIT = 10.0  # the only supported limit of the experts' activation, "limited_swiglu"
 INDEXERS = "indexer_types"
 EVERY = 4  # the first layer has an indexer, and of the others the first of as many
-# Names as published, as transformers saves them, and as it calls them; and those of DeepSeek-V4.
+# Begins of the names of what weighs streams, as published and as transformers writes them.
 OF_STREAMS = {
-    "attention": ("hc_attn_layer.hc_pre.hc_", "hc_pre.hc_attn_layer.hc_", "attn_hc.", "hc_attn_"),
-    "mlp": ("hc_mlp_layer.hc_pre.hc_", "hc_pre.hc_mlp_layer.hc_", "ffn_hc.", "hc_ffn_"),
-    "head": ("hc_head.hc_head_", "hc_pre.hc_head.hc_head_", "hc_head.hc_", "hc_head_"),
+    "attention": ("hc_attn_layer.hc_pre.hc_", "hc_pre.hc_attn_layer.hc_"),
+    "mlp": ("hc_mlp_layer.hc_pre.hc_", "hc_pre.hc_mlp_layer.hc_"),
+    "head": ("hc_head.hc_head_", "hc_pre.hc_head.hc_head_"),
+}
+OF_MIXED_STREAMS = {  # in DeepSeek-V4 and GLM-5.3
+    "attention": ("hc_attn_", "attn_hc."),
+    "mlp": ("hc_ffn_", "ffn_hc."),
+    "head": ("hc_head_", "hc_head.hc_"),
 }
 GATES = ("gate_proj", "linear_gate")
 
@@ -57,13 +62,14 @@ def stream_weights(
     streams = spec.streams
     assert isinstance(streams, HyperSpec)
     count, smallest, mixed = streams.count, streams.smallest, writes and streams.rounds > 0
+    scopes = OF_MIXED_STREAMS if streams.rounds else OF_STREAMS
     runs = [(count, 1.0, smallest)]
     if writes:
         runs.append((count, streams.largest, 0.0 if mixed else smallest))
     if mixed:
         runs.append((count**2, 0.0, smallest))
     matrix, biases, gains = (
-        builder.one_of(*(f"{scope}{part}" for scope in OF_STREAMS[of]))
+        builder.one_of(*(f"{scope}{part}" for scope in scopes[of]))
         for part in ("fn", "base", "scale")
     )
     return builder.stream_weights(
@@ -160,7 +166,11 @@ class StreamsLayer:
 
 
 class StreamsDecoder(Decoder):
-    """The language model with several residual streams; for the arguments see `Decoder`."""
+    """The language model with several residual streams; for other arguments see `Decoder`.
+
+    Args:
+        mean: what follows the last layer reads the mean of the streams, else a weighted sum.
+    """
 
     def __init__(
         self,
@@ -168,14 +178,19 @@ class StreamsDecoder(Decoder):
         builder: LayerBuilder,
         make_layer: MakeLayer = StreamsLayer,
         names: tuple[str, str, str, str] = NAMES,
+        scopes: tuple[str, str] = ("model", ""),
+        mean: bool = False,
     ) -> None:
-        super().__init__(spec, builder, make_layer, names=names)
+        super().__init__(spec, builder, make_layer, scopes=scopes, names=names)
         routers = (layer.experts.router for layer in spec.layers if layer.experts)
         self.routes_tokens = any(router.by_token for router in routers)
         assert spec.streams is not None
-        self.weights = stream_weights(spec, builder.at("model", ""), "head", writes=False)
-        self.copies = builder.weighted_sums(1, [1.0] * spec.streams.count)
-        self.sum = builder.weighted_sums(spec.streams.count)
+        count = spec.streams.count
+        self.copies = builder.weighted_sums(1, [1.0] * count)
+        self.weights: Mixture | None = None
+        if not mean:
+            self.weights = stream_weights(spec, builder.at("model", ""), "head", writes=False)
+        self.sum = builder.weighted_sums(count, [1 / count] * count if mean else ())
 
     def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> the residual streams before the first layer, all the same, [tokens,
@@ -188,7 +203,8 @@ class StreamsDecoder(Decoder):
 
     def leave(self, x: Tensor) -> Tensor:
         """x [tokens, streams * hidden] after the last layer -> normalised, [tokens, hidden]."""
-        return super().leave(self.sum(x, None, self.weights(x)))
+        weights = () if self.weights is None else (self.weights(x),)
+        return super().leave(self.sum(x, None, *weights))
 
 
 def hy4(spec: ModelFacts, builder: LayerBuilder) -> StreamsDecoder:
@@ -197,10 +213,15 @@ def hy4(spec: ModelFacts, builder: LayerBuilder) -> StreamsDecoder:
     return StreamsDecoder(spec, builder)
 
 
-def hy4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Latent attention over the keys that an indexer chooses, which some layers share."""
+def read_limit(fields: Fields) -> None:
+    """Check the limit of "limited_swiglu"."""
     if (limit := fields.number("swiglu_limit", -1e6, 1e6, LIMIT)) != LIMIT:
         raise fields.error("swiglu_limit", f"must be {LIMIT:g}, not {limit:g}")
+
+
+def hy4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Latent attention over the keys that an indexer chooses, which some layers share."""
+    read_limit(fields)
     if INDEXERS not in fields:
         kinds = ["shared" if layer % EVERY != 1 and layer else "full" for layer in range(layers)]
         fields = fields.changed({INDEXERS: kinds})

@@ -71,6 +71,7 @@ from kvik.spec.declare import (
     GATE_UP,
     NO_PARTS,
     NO_TYPES,
+    POOL_BIAS,
     SINKS,
     SMALL,
     XIELU,
@@ -957,9 +958,13 @@ class Builder(LayerBuilder):
         sinks = None
         if sink_name:
             sinks = self._parameters.tensor(self._name(sink_name), (heads,), "bias")
+        pool_bias = None
+        if index is not None and index.pool and not index.shared:
+            shape = index.pool, index.dim
+            pool_bias = self._parameters.tensor(self._name(POOL_BIAS), shape, "bias")
         spec = AttentionSpec(scale, sinks=sinks, local_heads=local_heads)
         self.backend.caps.check(spec)
-        return LatentAttention(self.backend, position, group, spec, up, index)
+        return LatentAttention(self.backend, position, group, spec, up, index, pool_bias)
 
     def compressed_attention(
         self,
@@ -1153,6 +1158,19 @@ class Builder(LayerBuilder):
             self._parameters.declare(gains, torch.empty(len(runs), device="meta"), "gain", fill)
         ops = self.ops
         return lambda x: ops.stream_weights(x, linear(x), factors, eps, streams, rounds)
+
+    def bare_linear(self, name: str, inputs: int, outputs: int) -> Linear:
+        """Return x [tokens, inputs] -> [tokens, outputs], whose weight is a tensor of this name."""
+        full, kind = self._name(name), float_kind(self.dtype)
+        spec = MatrixSpec(
+            kind, outputs, inputs, False, None, self.dtype, self.device, replicable=True
+        )
+        linear = Linear(self.ops, self.storage.matrix(full, spec))
+        if not self.storage.names:
+            rows = torch.empty(outputs, inputs, dtype=self.dtype, device="meta")
+            fill = partial(self._pack_floats, linear.matrix)
+            self._parameters.declare(full, rows, "matrix", fill)
+        return linear
 
     def _pack_floats(self, matrix: Matrix, first: int, values: Tensor) -> None:
         self.ops.pack_rows(matrix, first, float_weight(values.to(self.dtype)))

@@ -162,6 +162,7 @@ class LatentAttention:
     spec: AttentionSpec
     up: LatentUp
     index: IndexSpec | None = None
+    pool_bias: Tensor | None = None  # as in `Indexed`
 
     def __call__(
         self,
@@ -176,9 +177,9 @@ class LatentAttention:
         """Rotate q_rope and k_rope, store latent and k_rope, attend; see `LatentAttentionLayer`."""
         kv, metadata = ctx.kv[self.position], ctx.metadata[self.group]
         attend = AttendLatent(q, q_rope, latent, k_rope, self.up, kv, metadata, self.spec, rotation)
-        if self.index is not None and rotation is not None:
+        if self.index is not None:
             if indexed is not None:
-                of = Indexed(self.index, *indexed, rotation)
+                of = Indexed(self.index, *indexed, rotation, self.pool_bias)
                 ctx.chosen[:] = self.backend.choose(of, kv, metadata.layout)
             attend = replace(attend, choice=ctx.chosen or None)
         return self.backend.run_latent(attend).flatten(1)

@@ -280,7 +280,8 @@ class ModelShape:
             pairs = (cache.window or ALL_KEYS).pairs(cached, context, context)
             if cache.index is not None:
                 if cache.index_bytes:
-                    total += 2.0 * layers * cache.index.heads * cache.index.dim * pairs
+                    each = cache.index.heads * cache.index.dim / (cache.index.pool or 1)
+                    total += 2.0 * layers * each * pairs
                 pairs = Window(cache.index.top).pairs(cached, context, context)  # as many
             layer = self.pair_flops(cache) * pairs
             if self.latent_dim:
@@ -321,13 +322,15 @@ def read_bytes(cache: KVCacheSpec, context: int, kv_format: str) -> int:
     indexed = 2 * cache.index_bytes
     share = (cache.read_width or cache.head_dim) / cache.head_dim
     vectors = int(read_keys(cache, context) * (token_bytes(cache, kv_format) - indexed) * share)
+    if cache.index is not None and cache.index.pool:  # one key of each pool, and no gates
+        indexed //= 2 * cache.index.pool
     return most_keys(cache, context) * indexed + vectors
 
 
 def read_keys(cache: KVCacheSpec, context: int) -> int:
     """Return how many keys the last query of a `context` reads at most."""
     keys = most_keys(cache, context)
-    return keys if cache.index is None else min(keys, cache.index.top)
+    return keys if cache.index is None else min(keys, cache.index.most)
 
 
 def most_keys(cache: KVCacheSpec, context: int) -> int:

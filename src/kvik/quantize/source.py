@@ -162,6 +162,7 @@ def linear_inputs(spec: ModelSpec, layer: int = 0) -> dict[str, int]:
     return {
         name: linear.inputs
         for linear in declared.of_block(layer)
+        if not linear.bare
         for name in _patterns(declared, linear)
     }
 

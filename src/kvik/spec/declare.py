@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 # Role of a matrix in a block; "gates": of a gated delta net or of attention, and "wide_gates" those
 # that are computed from narrow vectors, or these from values; "mixture": small ones that weigh
-# residual streams, and "streams" those that make them or read them at the end; "o_down": a matrix
-# for each group of heads, before "o"; "": in no block, as in draft heads.
+# residual streams, or keys of a pool, and "streams" those that make streams or read them at the
+# end; "o_down": a matrix for each group of heads, before "o"; "": in no block, as in draft heads.
 Role = Literal[
     "qkv",
     "q_down",
@@ -475,6 +475,7 @@ def gguf_shared_width(spec: ModelFacts) -> dict[str, float | Sequence[int]]:
 
 MAX_BIAS = "attention.max_alibi_bias"  # in GGUF files, the largest exponent of slopes
 SINKS = "sinks"  # usual name of the learned sinks in the scope of attention
+POOL_BIAS = "indexer.index_kpool_compress_ape"  # of the gates of a pool
 NO_TYPES = ("", 1)  # of `LayerBuilder.embedding`
 NO_PARTS: Mapping[str, int] = MappingProxyType({})  # of `LayerBuilder.causal_conv`
 # The activation with two learned numbers per layer, which apply above and below 0, and their names
@@ -514,6 +515,7 @@ class DeclaredLinear:
     clamped: bool = False  # of gate and up: their product is not linear in up
     transposed: bool = False  # the checkpoint stores [inputs, outputs]
     uses: int = 1  # how often a forward multiplies with it
+    bare: bool = False  # its weight is a tensor of this name, without a suffix, and stays floats
 
     @property
     def adaptable(self) -> bool:
@@ -939,6 +941,8 @@ class LayerBuilder:
     ) -> LatentAttentionLayer:
         if sink_name:
             self._other(sink_name, heads)
+        if index is not None and index.pool and not index.shared:
+            self._other(POOL_BIAS, index.pool * index.dim)
         if len(names) == 1:
             outputs = heads * (latent.nope + latent.value)
             self.linear(names, latent.rank, outputs, bias=False, role="kv_up")
@@ -1016,9 +1020,17 @@ class LayerBuilder:
     ) -> Mixture:
         matrix, biases, gains = names
         count = sum(count for count, _, _ in runs)
-        self.linear(matrix, width, count, bias=False, role="mixture")
+        self.bare_linear(matrix, width, count)
         self._other(biases, count)
         self._other(gains, len(runs))
+        return _LISTED
+
+    def bare_linear(self, name: str, inputs: int, outputs: int) -> Callable[[Tensor], Tensor]:
+        sizes = inputs, (outputs,)
+        linear = DeclaredLinear(
+            self._layer, "mixture", (self._name(name),), *sizes, bias=False, bare=True
+        )
+        self._listed.linears.append(linear)
         return _LISTED
 
     def gated(self, by: str = "none") -> Gated:

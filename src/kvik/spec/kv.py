@@ -147,6 +147,20 @@ class IndexSpec:
     # one; and the number of the last blocks, which a query always reads.
     span: int = 0
     local: int = 0
+    # Keys are scored in pools of as many, by a mean of their keys, weighed for each channel by the
+    # softmax of gates; whole pools are chosen, and the keys after the last whole pool are always
+    # read (GLM-5.3). 0: keys are scored one by one.
+    pool: int = 0
+
+    @property
+    def stored(self) -> int:
+        """Numbers that a token stores: its key, and its gates."""
+        return self.dim * (2 if self.pool else 1)
+
+    @property
+    def most(self) -> int:
+        """The most keys that a query reads."""
+        return self.top + max(0, self.pool - 1)
 
 
 ENTRY_TOKENS = 4  # tokens whose places in the cache an entry takes

@@ -329,20 +329,25 @@ def latent_layers(
     return (LayerSpec(None, rope, latent=latent),) * layers
 
 
-def read_latent(fields: Fields) -> LatentSpec:
-    """Return the sizes of latent attention."""
+def read_latent(fields: Fields, *, turned: bool = True) -> LatentSpec:
+    """Return the sizes of latent attention.
+
+    Args:
+        turned: a part of keys is computed from hidden states, and has positions.
+    """
     rank = fields.integer("kv_lora_rank", 1, MAX_LATENT_WIDTH, 512)
-    turned = fields.integer("qk_rope_head_dim", 2, MAX_LATENT_WIDTH, 64)
-    if turned % 2:
-        raise fields.error("qk_rope_head_dim", f"must be even, not {turned}")
-    if rank + turned > MAX_LATENT_WIDTH:
-        message = f"must be at most {MAX_LATENT_WIDTH} with qk_rope_head_dim ({turned}), not {rank}"
+    bounds = (2, MAX_LATENT_WIDTH, 64) if turned else (0, 0, 0)
+    rope = fields.integer("qk_rope_head_dim", *bounds)
+    if rope % 2:
+        raise fields.error("qk_rope_head_dim", f"must be even, not {rope}")
+    if rank + rope > MAX_LATENT_WIDTH:
+        message = f"must be at most {MAX_LATENT_WIDTH} with qk_rope_head_dim ({rope}), not {rank}"
         raise fields.error("kv_lora_rank", message)
     # null: queries are computed from the hidden state, as in DeepSeek-V2-Lite
     has_rank = not fields.is_null("q_lora_rank")
     return LatentSpec(
         rank,
-        turned,
+        rope,
         fields.integer("qk_nope_head_dim", 1, MAX_LATENT_WIDTH, 128),
         fields.integer("v_head_dim", 1, MAX_LATENT_WIDTH, 128),
         fields.integer("q_lora_rank", 1, MAX_QUERY_RANK, 1536) if has_rank else None,
@@ -375,6 +380,7 @@ def check_layer_types(fields: Fields, rules: Sequence[LayerSpec]) -> None:
             allowed = (SLIDING, *COMPRESSED_TYPES)
         elif layer.index is not None:
             allowed = (IN_BLOCKS,) if layer.index.span else INDEXED_TYPES
+            allowed += (FULL,) if layer.index.pool else ()
         else:
             allowed = ATTENDING_TYPES
         if kind not in allowed:

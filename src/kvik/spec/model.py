@@ -289,6 +289,11 @@ class ModelFacts:
         """Most keys that a query reads, as indexers choose; 0: no layer has one."""
         return max((layer.index.top for layer in self.layers if layer.index), default=0)
 
+    @property
+    def pools(self) -> bool:
+        """Whether indexers of layers score pools of keys."""
+        return any(layer.index.pool for layer in self.layers if layer.index)
+
     @cached_property
     def compressed(self) -> bool:
         """Whether layers have entries that sum up tokens, or one vector as key and value."""
@@ -361,7 +366,7 @@ class ModelFacts:
             size, read = width * dtype_bytes, head_dim
             return KVCacheSpec(1, width, size, layer.window, latent=True, read_width=read)
         size = kv_heads * head_dim * dtype_bytes
-        index = layer.index.dim * dtype_bytes if layer.index and not layer.index.shared else 0
+        index = layer.index.stored * dtype_bytes if layer.index and not layer.index.shared else 0
         return KVCacheSpec(
             num_kv_heads=kv_heads,
             head_dim=head_dim,

@@ -15,6 +15,7 @@ BLOCKS = {
     "prefill batch": "strips",
     "long": "large blocks",
 }
+POOLS = {"mixed": "odd pools", "prefill batch": "pools", "long": "pools"}
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -24,6 +25,8 @@ def test_the_largest_scores_are_chosen(runtime: Runtime, case: str, dtype: torch
     backend = make_backend("cpu", runtime.threads, runtime.isa)
     for spec in ("neighbours" if case == "mixed" else "halves", BLOCKS[case]):
         check_choice(case, backend, dtype, SPECS[spec])
+    if case in POOLS:
+        check_choice(case, backend, dtype, SPECS[POOLS[case]])
 
 
 @pytest.mark.parametrize("runtime", runtimes((1,)))

@@ -23,6 +23,8 @@ FP32, BF16 = torch.float32, torch.bfloat16
         ("mixed", "halves", FP32),
         ("tree", "neighbours", FP32),
         ("decode batch", "halves", BF16),
+        ("mixed", "pools", FP32),
+        ("decode", "odd pools", FP32),
         pytest.param("long", "neighbours", FP32, marks=pytest.mark.full),
     ],
 )

@@ -34,8 +34,9 @@ def make_entries_kernel(
     Args:
         cache: from the channels on of which these entries are made: PARTS vectors of DIM, then
             PARTS of gates.
-        bias: [EVERY, PARTS * DIM] fp32. weight: [DIM].
-        high, low, last, low_rows: tables of rotations, as in `rotations_kernel`.
+        bias: [EVERY, PARTS * DIM] fp32. weight: [DIM]; None: entries are not normalised.
+        entries: maybe `cache`, as an entry is written after its tokens were read.
+        high, low, last, low_rows: tables of rotations, as in `rotations_kernel`, unless ROPE is 0.
     """
     DTYPE: tl.constexpr = cache.dtype.element_ty
     token = tl.program_id(0)
@@ -69,28 +70,33 @@ def make_entries_kernel(
             sums = sums * fall + tl.sum(share * x, 0)
             largest = new
     mean = tl.where(d < DIM, (sums / total).to(DTYPE).to(tl.float32), 0.0)
-    scale = tl.rsqrt(tl.sum(mean * mean, 0) / DIM + eps)
-    gain = tl.load(weight + d, mask=d < DIM, other=0.0).to(tl.float32)
-    normed = (mean * scale * gain).to(DTYPE).to(tl.float32)
-    even, odd = tl.split(tl.reshape(normed, [BLOCK_D // 2, 2]))
-    # The last ROPE channels are rotated by the position of the first token.
-    pair = tl.arange(0, BLOCK_D // 2)
-    angle = pair - (DIM - ROPE) // 2
-    turned = (angle >= 0) & (pair < DIM // 2)
-    position = tl.minimum(start, last)
-    high += position // low_rows * ROPE + angle
-    low += position % low_rows * ROPE + angle
-    a = tl.load(high, mask=turned, other=1.0)
-    b = tl.load(high + ROPE // 2, mask=turned, other=0.0)
-    e = tl.load(low, mask=turned, other=1.0)
-    f = tl.load(low + ROPE // 2, mask=turned, other=0.0)
-    cos, sin = a * e - b * f, a * f + b * e
+    if weight is not None:
+        scale = tl.rsqrt(tl.sum(mean * mean, 0) / DIM + eps)
+        gain = tl.load(weight + d, mask=d < DIM, other=0.0).to(tl.float32)
+        mean = (mean * scale * gain).to(DTYPE).to(tl.float32)
     entry_table += sequence.to(tl.int64) * entry_stride
     block = tl.load(entry_table + (end - 1) // BLOCK_SIZE).to(tl.int64)
     place = (block * BLOCK_SIZE + (end - 1) % BLOCK_SIZE) // ENTRY_TOKENS
-    to = entries + place * entries_stride + 2 * pair
-    tl.store(to, (even * cos - odd * sin).to(DTYPE), mask=pair < DIM // 2)
-    tl.store(to + 1, (odd * cos + even * sin).to(DTYPE), mask=pair < DIM // 2)
+    entries += place * entries_stride
+    if ROPE == 0:
+        tl.store(entries + d, mean.to(DTYPE), mask=d < DIM)
+    else:
+        even, odd = tl.split(tl.reshape(mean, [BLOCK_D // 2, 2]))
+        # The last ROPE channels are rotated by the position of the first token.
+        pair = tl.arange(0, BLOCK_D // 2)
+        angle = pair - (DIM - ROPE) // 2
+        turned = (angle >= 0) & (pair < DIM // 2)
+        position = tl.minimum(start, last)
+        high += position // low_rows * ROPE + angle
+        low += position % low_rows * ROPE + angle
+        a = tl.load(high, mask=turned, other=1.0)
+        b = tl.load(high + ROPE // 2, mask=turned, other=0.0)
+        e = tl.load(low, mask=turned, other=1.0)
+        f = tl.load(low + ROPE // 2, mask=turned, other=0.0)
+        cos, sin = a * e - b * f, a * f + b * e
+        entries += 2 * pair
+        tl.store(entries, (even * cos - odd * sin).to(DTYPE), mask=pair < DIM // 2)
+        tl.store(entries + 1, (odd * cos + even * sin).to(DTYPE), mask=pair < DIM // 2)
 
 
 @triton.jit
@@ -122,8 +128,8 @@ def make_entries(
     at: Places,
     tokens: int,
     bias: Tensor,
-    norm: tuple[Tensor, float],
-    rotations: tuple[Tensor, Tensor, int],
+    norm: tuple[Tensor | None, float] = (None, 0.0),
+    rotations: tuple[Tensor | None, Tensor | None, int] = (None, None, 0),
 ) -> None:
     """Make the entries whose last tokens are in the step; see `compressed.EntryMaker`.
 
@@ -135,7 +141,10 @@ def make_entries(
         norm: weight and eps. rotations: high, low and last, as in `Ops.rotations`.
     """
     (weight, eps), (high, low, last) = norm, rotations
-    dim, places, numbers = entries.shape[1], at.block_table, (last, len(low), len(at.seq_lens))
+    dim, places, rope, low_rows = entries.shape[1], at.block_table, 0, 1
+    if low is not None:
+        low_rows, rope = low.shape
+    numbers = last, low_rows, len(at.seq_lens)
     strides = [tensor.stride(0) for tensor in (cache, entries, table, places)]
     launch(
         make_entries_kernel,
@@ -146,7 +155,7 @@ def make_entries(
         ),
         (*strides, eps, *numbers),
         (
-            *(dim, power_of_two(dim), low.shape[1], at.every, bias.shape[1] // dim, at.block_size),
+            *(dim, power_of_two(dim), rope, at.every, bias.shape[1] // dim, at.block_size),
             *(at.entry_tokens, min(TOKENS, power_of_two(at.every))),
         ),
     )

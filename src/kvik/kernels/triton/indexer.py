@@ -136,14 +136,21 @@ def index_scores_kernel(
 @triton.jit
 def largest_places_kernel(
     scores, query_start, seq_lens, tree, places, counts, sequences, first, width,
-    TOP: tl.constexpr, EVERY: tl.constexpr, TREE: tl.constexpr, TILE: tl.constexpr,
+    TOP: tl.constexpr, MOST: tl.constexpr, EVERY: tl.constexpr, POOLS: tl.constexpr,
+    TREE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """grid [tokens]; scores [tokens, width], places [.., TOP], counts [..] int32"""
+    """grid [tokens]; scores [tokens, width], places [.., MOST], counts [..] int32
+
+    Args:
+        POOLS: TOP pools of EVERY keys are chosen, and the keys after the last whole one; the places
+            are those of keys.
+    """
     row = tl.program_id(0).to(tl.int64)
     token = first + row
-    _, _, _, end, _ = seen_by_token(query_start, seq_lens, tree, sequences, token, TREE)
-    end = end // EVERY
+    _, _, _, seen, _ = seen_by_token(query_start, seq_lens, tree, sequences, token, TREE)
+    end = seen // EVERY
     scores += row * width
+    places += token * MOST
     at, bins = tl.arange(0, TILE), tl.arange(0, BINS)
     cut = tl.full([], 0, tl.int64)  # the first digits of the last key that is chosen
     missing = tl.full([], TOP, tl.int32)  # keys with these digits that are still to be chosen
@@ -170,31 +177,50 @@ def largest_places_kernel(
         among = (equal > 0) & (tl.cumsum(equal, 0) + equals <= missing)
         chosen = ((key > cut) | among) & (score > float("-inf"))
         to = count + tl.cumsum(chosen.to(tl.int32), 0) - 1
-        tl.store(places + token * TOP + to, begin + at, mask=chosen & (to < TOP))
+        chosen &= to < TOP
+        if POOLS:
+            for i in range(EVERY):
+                tl.store(places + to * EVERY + i, (begin + at) * EVERY + i, mask=chosen)
+        else:
+            tl.store(places + to, begin + at, mask=chosen)
         equals += tl.sum(equal, 0)
         count += tl.sum(chosen.to(tl.int32), 0)
-    tl.store(counts + token, tl.minimum(count, TOP))
+    if POOLS:
+        count *= EVERY
+        for key in range(end * EVERY, seen):
+            tl.store(places + count, key)
+            count += 1
+    tl.store(counts + token, count)
 
 
 def choose(
-    q: Tensor, weights: Tensor, cache: Tensor, at: Places, heads: int, top: int, rows: int
+    q: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    at: Places,
+    top: int,
+    rows: int,
+    *,
+    pools: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Choose the keys that each token reads.
 
     Args:
-        q: [tokens, heads * dim], rotated, with dense channels. weights: [tokens, heads].
-        cache: [rows, dim], keys, or those of entries.
+        q: [tokens, heads, dim], rotated, dense but for tokens. weights: [tokens, heads].
+        cache: [rows, dim or more], keys, or those of entries or pools.
         rows: scores of so many tokens are in memory at a time.
+        pools: `at` is of pools of keys, of which `top` are chosen, and the last keys.
 
     Returns:
-        places [tokens, top] and counts [tokens] int32: the places in a sequence, ascending, of the
+        places [tokens, most] and counts [tokens] int32: the places in a sequence, ascending, of the
         keys that each token reads, and their number.
     """
-    tokens, dim = len(q), cache.shape[1]
+    tokens, heads, dim = q.shape
+    most = (top + 1) * at.every - 1 if pools else top
     width, sequences = at.longest, len(at.seq_lens)
     rows = max(1, min(tokens, rows))
     scores = q.new_empty(rows, width, dtype=torch.float32)
-    places = q.new_empty(tokens, top, dtype=torch.int32)
+    places = q.new_empty(tokens, most, dtype=torch.int32)
     counts = q.new_empty(tokens, dtype=torch.int32)
     blocks = (max(16, power_of_two(heads)), dim, max(16, power_of_two(dim)))
     tile = KEYS[cache.element_size()]
@@ -216,6 +242,7 @@ def choose(
             (some,),
             (scores, *lengths, at.tree, places, counts),
             (sequences, first, width),
-            (top, at.every, is_tree, TILE),
+            (top, most, at.every, pools, is_tree, TILE),
+            num_warps=8,
         )
     return places, counts
