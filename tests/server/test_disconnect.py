@@ -97,6 +97,27 @@ def test_queued(stream, how):
         assert steps.begun <= 12
 
 
+@pytest.mark.parametrize("how", ["close", "reset"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_pipelined(stream, how, caplog):
+    """The request that runs is not the last one that came."""
+    steps = Steps()
+    with served(routes, steps) as server:
+        sock = connect(server.http.port)
+        for _ in range(3):
+            post(sock, "/v1/generate", {**LONG, "stream": stream})
+        steps.allowed = 4
+        until(lambda: steps.begun == 5)
+        hang_up(sock, how)
+        if stream:
+            steps.allowed = 20  # without a token to send, the system does not say that it is gone
+        until(lambda: not server.inner.generations.live)
+        steps.allowed = math.inf
+        server.at_rest()
+        assert steps.begun <= 25
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_half_closed_client_gets_the_whole_answer(stream, version):

@@ -12,7 +12,7 @@ from http import HTTPStatus
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from starlette.datastructures import Headers
-from uvicorn._types import ASGISendEvent
+from uvicorn._types import ASGI3Application, ASGISendEvent
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.utils import is_ssl
@@ -42,6 +42,7 @@ class ConnectionLimits:
 
 DEFAULT_LIMITS = ConnectionLimits()
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+MAX_PIPELINED = 16  # requests of a connection that wait for its answers; more are not read yet
 FIRST_PEER_CHECK = 0.25  # seconds until a client that closed its half is checked
 LONGEST_PEER_CHECK = 15.0
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings", b"connection")
@@ -84,6 +85,7 @@ class Connection(HttpToolsProtocol):
         self._num_requests = 0
         self._fed_bytes = 0  # received since the head began, an upper bound of its size
         self._head_bytes = 0  # that the parser reported
+        self._running: RequestResponseCycle | None = None  # `cycle` may be one that waits for it
         self._refusal: HttpError | None = None
         self._lingering = False  # the last response was written; input is discarded
 
@@ -103,6 +105,9 @@ class Connection(HttpToolsProtocol):
         self._set_timer(None)
         self._stop_unread_timer()
         self._shared.idle.pop(self, None)
+        if self._running is not None:
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -138,8 +143,8 @@ class Connection(HttpToolsProtocol):
         if line.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.abort()
             return
-        responding = self.pipeline or self.cycle.response_started
-        if not responding and self.scope["http_version"] != "1.0":
+        assert self._running is not None
+        if not self._running.response_started and self.scope["http_version"] != "1.0":
             self.transport.write(CONTINUE)
         self._set_timer(seconds, partial(self._check_peer, min(4 * seconds, LONGEST_PEER_CHECK)))
 
@@ -183,7 +188,8 @@ class Connection(HttpToolsProtocol):
 
     def _break(self) -> None:
         """Break the connection of a response whose handler failed and has logged the reason."""
-        self.cycle.disconnected = True  # else uvicorn logs that the response is incomplete
+        assert self._running is not None
+        self._running.disconnected = True  # else uvicorn logs that the response is incomplete
         self.abort()
 
     # One request
@@ -214,6 +220,12 @@ class Connection(HttpToolsProtocol):
             if self.scope["http_version"] == "1.0":
                 _disable_chunks(self.cycle)
             self.cycle.transport = _ResponseTransport(self.transport, self._on_last_response)  # type: ignore[assignment]
+            if len(self.pipeline) < MAX_PIPELINED:
+                self.flow.resume_reading()  # to notice a disconnect
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_message_complete(self) -> None:
         self._in_body = False
