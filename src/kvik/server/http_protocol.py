@@ -42,7 +42,7 @@ class ConnectionLimits:
 
 DEFAULT_LIMITS = ConnectionLimits()
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-MAX_PIPELINED = 16  # requests of a connection that wait for its answers; more are not read yet
+MAX_PIPELINED = 4  # requests of a connection that wait, each with up to 64 KiB; then it is not read
 FIRST_PEER_CHECK = 0.25  # seconds until a client that closed its half is checked
 LONGEST_PEER_CHECK = 15.0
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings", b"connection")
