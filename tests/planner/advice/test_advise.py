@@ -299,6 +299,11 @@ def test_half_the_dtype_is_the_first_advice() -> None:
     assert (found.usual.at.kv_format, halved.at.kv_format) == ("fp32", "bf16")
 
 
+def test_an_output_of_one_token_keeps_any_limit_between_tokens() -> None:
+    found = report("llama-3-8b", H100, Goal(slo=Slo(tpot=1.0), output_tokens=1))
+    assert found.end.largest is not None and found.end.largest.tpot == 0.0
+
+
 def test_what_is_stored_so_needs_no_flag() -> None:
     shape = replace(public_shape("llama-3-8b"), stored="int4")
     found = advise_shape(shape, H100, Goal(slo=PROMISE))

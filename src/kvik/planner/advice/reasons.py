@@ -143,8 +143,8 @@ class Figures:
             load = (self.load.output_rate, 1.0 / self.load.e2e)
         if goal.slo is None:
             return load
-        closeness = 1.0 / self.single.excess(goal.slo) if self.single else 0.0
-        slo_figures = (self.largest.rate if self.largest else 0.0, min(1.0, closeness))
+        closeness = 1.0 / max(1.0, self.single.excess(goal.slo)) if self.single else 0.0
+        slo_figures = (self.largest.rate if self.largest else 0.0, closeness)
         # Without a load in the goal, settings are compared at different loads.
         return (*slo_figures, *load) if goal.load_named else slo_figures
 
