@@ -18,7 +18,7 @@ from shapes import write_config
 
 PROMPT, TIMES = sized((8192, 5), (64, 2))
 BLOCK = 16
-REQUESTS, ANSWER = sized((256, 128), (2, 20))
+REQUESTS, ANSWER = sized((256, 128), (2, 3))
 MEMORY = sized("8GiB", "1MiB")
 COPIED = sized(1 << 30, 1 << 16)  # bytes of a plain copy
 
@@ -80,7 +80,7 @@ def stores(notes: Notes, model: str) -> None:
         options = {"kv_tiers": f"memory:{MEMORY}"} if tiered else {}
         engine = loaded(model, REQUESTS * (256 + ANSWER) // BLOCK + 64, **options)
         prompts = [[i % 97 + 3, i // 97 + 3] * sized(64, 8) for i in range(REQUESTS)]
-        answers(engine, [prompt[1:] for prompt in prompts], 4)
+        answers(engine, [prompt[1:] for prompt in prompts], sized(4, 1))
         started = time.perf_counter()
         answers(engine, prompts, ANSWER)
         seconds[tiered] = time.perf_counter() - started
