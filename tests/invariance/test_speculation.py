@@ -97,6 +97,7 @@ def draft(model, tmp_path) -> str:
     return str(tmp_path / "draft")
 
 
+@pytest.mark.each(1)  # a column decides when blocks are shared, a model what they hold
 @pytest.mark.parametrize("name", MODELS[:3])  # the cache of the last has no further kind of layer
 @pytest.mark.parametrize(
     "column",

@@ -182,6 +182,7 @@ def resolved(folder: str, **options: object) -> ResolvedConfig:
     return resolve_config(EngineConfig(**{**common, **sizes, "threads": 1, **options}))
 
 
+@pytest.mark.each(3)  # a model has its own operations, a format its own products
 @pytest.mark.parametrize(("dtype", "quantization"), FORMATS)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_kind_of_step(model: str, dtype: str, quantization: str, tmp_path: Path) -> None:

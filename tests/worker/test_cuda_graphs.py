@@ -55,6 +55,7 @@ COLUMNS = [
 
 @pytest.mark.full
 @needs_native
+@pytest.mark.each(2)  # what a column adds hardly depends on the layers of a model
 @pytest.mark.parametrize("name", [*MODELS, "adapted bundled"])
 @pytest.mark.parametrize("column", COLUMNS, ids=lambda column: column.name)
 def test_logprobs_are_the_same_to_the_bit(name, column, tmp_path) -> None:
