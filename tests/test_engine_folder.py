@@ -83,6 +83,7 @@ def answers(model: str, **options: Any) -> list[Any]:
 
 
 @pytest.mark.full
+@pytest.mark.each(3)  # a format decides what is stored of a matrix, a family which there are
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("quantization", SCHEMES)
 @pytest.mark.parametrize("family", [*FAMILIES, "bundled"])

@@ -120,7 +120,7 @@ def run(
     return sim
 
 
-@pytest.mark.each(2)  # policies order requests, depth decides when results arrive
+@pytest.mark.each(1)  # policies order requests, depth decides when results arrive
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_request_gets_its_own_tokens(policy: str, depth: int) -> None:

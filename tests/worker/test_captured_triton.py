@@ -142,7 +142,9 @@ def test_padded_steps_say_the_same(kv, model) -> None:
 
 @pytest.mark.full
 @needs_native
-@pytest.mark.parametrize("way", ["exact", "fast", "stages"])
+@pytest.mark.parametrize(  # by day, torch's kernels replay exact cuts
+    "way", [pytest.param("exact", marks=pytest.mark.nightly), "fast", "stages"]
+)
 def test_groups_and_stages_replay_padded_steps(way, model, monkeypatch) -> None:
     expected = tokens(model, attention_backend="reference")
     use_threads(monkeypatch)
