@@ -7,7 +7,7 @@ import pytest
 
 from kvik.core.plan import NewRequest
 from kvik.core.sampling_params import SamplingParams
-from kvik.worker.drafters.draft_model import FilledBlocks
+from kvik.worker.drafters.filled_blocks import FilledBlocks
 from kvik.worker.request_table import RequestTable
 
 SLOTS, LENGTH, BLOCK, BLOCKS, DRAFTS = 5, 40, 4, 30, 3
