@@ -1,19 +1,21 @@
 """What a context of 128k costs: memory while a prompt of 100,000 tokens is prefilled in chunks, and
 tokens a second of prefill and of decoding at each context, compared with the planner's predictions.
 
-    python benchmarks/cpu/long_context.py [--models yarn longrope llama3 blocks entries]
+    python benchmarks/cpu/long_context.py
+        [--models yarn longrope llama3 blocks entries pools unpooled]
         [--contexts 4096 8192 16384 32768 65536 100000] [--threads N] [--rounds 1]
         [--attention-backend NAME ...] [--calibration FILE] [--json FILE]
 
 The model has random weights (2 layers of width 512, 8 query and 2 key/value heads of 64, bf16) and
 a trained context stretched to 131,072 positions in each of three ways, or as in MiniMax-M3, where
 KV heads read 16 blocks of 128 keys; or 8 layers of width 1024 as in DeepSeek V4, 8 heads of 512
-over a window of 128 and entries of 4 tokens, of which 512 are chosen, or of 128. There is one
-process for each model and attention backend. One text is prefilled up to each context,
-one after another: the earlier part is in the prefix cache, so each token is computed once, in the
-engine's own chunks; at each context it decodes 32 tokens. Step times are the engine's own wall
-times, as in calibrations. Predictions are those of `kvik plan`, with the calibration of this
-machine and its peak and read rates just before and after.
+over a window of 128 and entries of 4 tokens, of which 512 are chosen, or of 128; or 8 layers of
+width 1024 as in GLM-5.3, two of which have latent attention, of 16 heads, over 128 chosen pools of
+16 keys, or ("unpooled") over all keys. There is one process for each model and attention backend.
+One text is prefilled up to each context, one after another: the earlier part is in the prefix
+cache, so each token is computed once, in the engine's own chunks; at each context it decodes 32
+tokens. Step times are the engine's own wall times, as in calibrations. Predictions are those of
+`kvik plan`, with the calibration of this machine and its peak and read rates just before and after.
 
 Columns: tokens a second of the chunks before each context, and of decoding there, each with
 predicted over measured in brackets; resident memory, its peak since the previous context, and that
@@ -65,6 +67,17 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 8192,
     },
 }
+POOLS: dict[str, Any] = {
+    "architectures": ["Glm5NextForConditionalGeneration"],
+    "model_type": "glm5_next",
+    **{"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 8},
+    **{"num_attention_heads": 16, "kv_lora_rank": 512, "q_lora_rank": 512, "qk_rope_head_dim": 0},
+    **{"qk_nope_head_dim": 128, "v_head_dim": 128, "linear_num_heads": 8, "linear_head_dim": 128},
+    **{"moe_intermediate_size": 512, "n_routed_experts": 8, "num_experts_per_tok": 2},
+    **{"index_n_heads": 16, "index_head_dim": 128, "index_kpool": 16, "index_topk": 2048},
+    "max_position_embeddings": POSITIONS,
+    "dtype": "bfloat16",
+}
 MODELS: dict[str, dict[str, Any]] = {
     **{
         name: {**SIZES, "rope_parameters": {"rope_theta": 500_000.0, **scaling}}
@@ -92,6 +105,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": POSITIONS,
         "dtype": "bfloat16",
     },
+    "pools": POOLS,
+    "unpooled": {**POOLS, "index_topk": POSITIONS},
 }
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import triton
@@ -231,69 +231,71 @@ def attend_rows(
     Returns:
         [tokens, heads, value].
     """
-    (tokens, heads, value), rest = q.shape, 0 if q_rest is None else q_rest.shape[2]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     of_rows, numbers, constants = NO_ROWS if rows is None else rows.arguments
     of_last, numbers_of_last, _ = NO_LAST if last is None else last.arguments
-    most = 0 if rows is None else rows.most
-    if last is not None:
-        most += last.window
+    if of_rows[0] is not None and of_last[0] is not None:
+        apart = of_rows[0].data_ptr() - of_last[0].data_ptr()
+        if apart % 16:
+            raise ValueError(f"the caches must be a multiple of 16 bytes apart, not {apart}")
     at = (rows or last).at  # type: ignore[union-attr]
-    lengths, sequences = (at.query_start_loc, at.seq_lens), len(at.seq_lens)
+    most = (rows.most if rows else 0) + (last.window if last else 0)
+    value, rest = q.shape[2], 0 if q_rest is None else q_rest.shape[2]
     strides = [x.stride(dim) if x is not None else 0 for x in (q, q_rest) for dim in (0, 1)]
-    blocks = max(16, power_of_two(value)), max(16, power_of_two(rest))
-    if (
-        rows is not None
-        and last is not None
-        and (rows.cache.data_ptr() - last.cache.data_ptr()) % 16
-    ):
-        raise ValueError("the caches must be whole multiples of 16 bytes apart")
+    arguments = (
+        (q, q_rest, *of_rows, *of_last, at.query_start_loc, at.seq_lens, at.tree, sinks, out),
+        (*numbers, *numbers_of_last, *strides, scale * LOG2_E, len(at.seq_lens)),
+        (*constants, value, rest, max(16, power_of_two(value)), max(16, power_of_two(rest))),
+    )
+    for above, to in ((0, FEW), (FEW, ALL)):
+        if any(above < count <= to for count in queries):
+            _launch(q, arguments, at, most, above, to)
+    return out
+
+
+def _launch(q: Tensor, arguments: Any, at: Places, most: int, above: int, to: int) -> None:
+    """Launch the kernels for sequences of above + 1 .. `to` queries.
+
+    Args:
+        arguments: tensors, numbers and constants of the kernel that do not depend on these.
+        most: rows that a token reads.
+    """
+    tensors, numbers, (*constants, value, rest, block, block_rest) = arguments
+    tokens, heads, _ = q.shape
+    wide = q.element_size() == 4  # no tensor cores: all factors are in registers
+    short = to == FEW
+    m = SHORTEST if short or wide else min(TALL, max(SHORTEST, power_of_two(heads)))
+    tiles, keys, n = ceil_div(heads, m), SPLIT if short else ALL, KEYS // 2 if wide else KEYS
+    splits = max(1, ceil_div(most, keys))
+    programs = splits if tokens * tiles < ENOUGH else 1
+    merge = 1 if splits == 1 else 2 * (programs == 1)
+    at_once, part_out, part_weight = tokens, None, None
+    if not merge:
+        at_once = max(1, min(tokens, WORKSPACE // (4 * splits * heads * (value + 1))))
+        part_out = q.new_empty(at_once, splits, heads, value, dtype=torch.float32)
+        part_weight = q.new_empty(at_once, splits, heads, dtype=torch.float32)
     # Places, then block ids, are loaded before the rows; a GPU with little shared memory has one
     # tile of these in flight.
-    wide = q.element_size() == 4  # no tensor cores: all factors are in registers
-    roomy = shared_memory(q.device) >= ROOMY and not wide
-    stages = STAGES + 2 if constants[0] and roomy else STAGES if roomy else STAGES - 1
-    tile = KEYS // 2 if wide else KEYS
-    for above, to in ((0, FEW), (FEW, ALL)):
-        if not any(above < count <= to for count in queries):
-            continue
-        short = to == FEW
-        m = SHORTEST if short or wide else min(TALL, max(SHORTEST, power_of_two(heads)))
-        tiles, keys = ceil_div(heads, m), SPLIT if short else ALL
-        splits = max(1, ceil_div(most, keys))
-        programs = splits if tokens * tiles < ENOUGH else 1
-        merge = 1 if splits == 1 else 2 * (programs == 1)
-        at_once, part_out, part_weight = tokens, None, None
+    stages = STAGES - 1
+    if shared_memory(q.device) >= ROOMY and not wide:
+        stages = STAGES + 2 if constants[0] else STAGES
+    sizes = (heads, value, rest, block, block_rest, m, n, at.block_size, at.tree is not None)
+    for first in range(0, tokens, at_once):
+        some, of_step = min(at_once, tokens - first), (first, above, to)
+        launch(
+            attention_chosen_kernel,
+            (some, programs * tiles),
+            (*tensors, part_out, part_weight),
+            (*numbers, *of_step, keys, splits, programs),
+            (*constants, *sizes, merge),
+            num_warps=8,
+            num_stages=stages,
+        )
         if not merge:
-            at_once = max(1, min(tokens, WORKSPACE // (4 * splits * heads * (value + 1))))
-            part_out = q.new_empty(at_once, splits, heads, value, dtype=torch.float32)
-            part_weight = q.new_empty(at_once, splits, heads, dtype=torch.float32)
-        for first in range(0, tokens, at_once):
-            some, of_step = min(at_once, tokens - first), (sequences, first, above, to)
             launch(
-                attention_chosen_kernel,
-                (some, programs * tiles),
-                (
-                    *(q, q_rest, *of_rows, *of_last, *lengths, at.tree, sinks),
-                    *(out, part_out, part_weight),
-                ),
-                (
-                    *(*numbers, *numbers_of_last, *strides, scale * LOG2_E),
-                    *(*of_step, keys, splits, programs),
-                ),
-                (
-                    *(*constants, heads, value, rest, *blocks, m, tile, at.block_size),
-                    *(at.tree is not None, merge),
-                ),
-                num_warps=8,
-                num_stages=stages,
+                merge_chosen_kernel,
+                (some, heads),
+                (part_out, part_weight, at.query_start_loc, at.seq_lens, *tensors[-2:]),
+                (len(at.seq_lens), *of_step, splits),
+                (heads, value, block),
             )
-            if not merge:
-                launch(
-                    merge_chosen_kernel,
-                    (some, heads),
-                    (part_out, part_weight, *lengths, sinks, out),
-                    (*of_step, splits),
-                    (heads, value, blocks[0]),
-                )
-    return out
