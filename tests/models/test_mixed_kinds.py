@@ -45,7 +45,7 @@ def attending(draw: st.DrawFn) -> ModelSpec:
         layer = LayerSpec(
             draw(SEEN),
             draw(ROPES),
-            draw(st.sampled_from([None, EXPERTS])),
+            experts=draw(st.sampled_from([None, EXPERTS])),
             head_dim=draw(st.sampled_from([None, 32, 48])),
             kv_heads=draw(st.sampled_from([None, 1, 4])),
             value_is_key=draw(st.booleans()),
