@@ -41,19 +41,13 @@ def glm5_feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForwar
     return builder.at("mlp").experts(spec.hidden_size, experts, activation=ACTIVATION)
 
 
-def glm5_delta_net(
-    spec: ModelFacts, builder: LayerBuilder, layer: int, state: StateSpec
-) -> KimiDeltaNet:
-    return KimiDeltaNet(spec, builder, layer, state)
-
-
 def glm5_attention(spec: ModelFacts, builder: LayerBuilder, layer: int) -> DeepseekAttention:
     return DeepseekAttention(spec, builder, layer, eps=spec.norm_eps)
 
 
 Glm5Layer = partial(
     StreamsLayer,
-    attention=partial(mixer, attention=glm5_attention, keeper=glm5_delta_net, scope="self_attn"),
+    attention=partial(mixer, attention=glm5_attention, keeper=KimiDeltaNet, scope="self_attn"),
     feed=glm5_feed,
 )
 
