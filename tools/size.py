@@ -24,7 +24,7 @@ BUDGETS = {
     "kernels": 11980,
     "kvik_bench": 9720,
     "lang": 660,
-    "models": 10120,
+    "models": 10110,
     "nn": 7440,
     "planner": 5870,
     "quantize": 3280,

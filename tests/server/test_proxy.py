@@ -188,7 +188,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_sent():
 
 
 def test_large_bodies_are_limited_together(monkeypatch: pytest.MonkeyPatch):
-    """Nobody needs a key to send them."""
+    """They need no key."""
     monkeypatch.setattr(proxy, "LIMITS", BodyLimits(small_bytes=200, total_bytes=1000))
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900\r\n\r\n".encode()
     with site(Backend("a")) as made:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvik.errors import shown
-from kvik.models.hy4 import StreamsDecoder, StreamsLayer, read_limit
+from kvik.models.hy4 import StreamsDecoder, StreamsLayer, mixed_streams, read_limit
 from kvik.spec.declare import Architecture, ExpertNames, FeedForward, ForwardContext, LayerBuilder
 from kvik.spec.experts import ExpertsSpec, Router, expert_count
 from kvik.spec.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
@@ -18,9 +18,7 @@ from kvik.spec.kv import ENTRY_TOKENS, CompressedSpec, IndexSpec
 from kvik.spec.layers import (
     COMPRESSED_TYPES,
     MAX_QUERY_RANK,
-    MAX_STREAMS,
     SLIDING,
-    HyperSpec,
     LayerSpec,
 )
 from kvik.spec.model import ModelFacts
@@ -129,19 +127,13 @@ def v4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, .
         raise fields.error("o_groups", f"must divide num_attention_heads ({heads}), not {groups}")
     main, compress, turned = read_ropes(fields, positions, dim)
     window = Window(fields.integer("sliding_window", 1, MAX_POSITIONS, 128))
-    streams = HyperSpec(
-        fields.integer("hc_mult", 2, MAX_STREAMS, 4),
-        largest=2.0,
-        smallest=fields.number("hc_eps", 0.0, 1.0, 1e-6),
-        rounds=fields.integer("hc_sinkhorn_iters", 1, 1000, 20),
-    )
     plain = CompressedSpec(
         fields.integer("q_lora_rank", 1, MAX_QUERY_RANK, 1024),
         turned,
         groups,
         fields.integer("o_lora_rank", 1, MAX_WIDTH, 1024),
     )
-    base = LayerSpec(window, main, compressed=plain, hyper=streams)
+    base = LayerSpec(window, main, compressed=plain, hyper=mixed_streams(fields))
     rates = fields.inside("compress_rates")
 
     def with_entries(kind: str, old: str, usual: int) -> LayerSpec:

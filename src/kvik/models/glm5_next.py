@@ -10,18 +10,15 @@ from functools import partial
 from kvik.models.bailing_hybrid import LEAST
 from kvik.models.decoder import feed_forward, mixer, skip_predictors
 from kvik.models.deepseek import DeepseekAttention, read_index, sharing
-from kvik.models.hy4 import StreamsDecoder, StreamsLayer, read_limit
-from kvik.models.kimi_linear import DELTA, KimiDeltaNet
+from kvik.models.hy4 import StreamsDecoder, StreamsLayer, mixed_streams, read_limit
+from kvik.models.kimi_linear import DELTA, KimiDeltaNet, read_delta
 from kvik.spec.declare import Architecture, FeedForward, LayerBuilder
 from kvik.spec.experts import corrected_router, read_experts
-from kvik.spec.fields import MAX_HEADS, MAX_WIDTH, Fields
-from kvik.spec.kv import MAX_TAPS, StateSpec
+from kvik.spec.fields import Fields
 from kvik.spec.layers import (
     FULL,
     INDEXED_TYPES,
     LINEAR,
-    MAX_STREAMS,
-    HyperSpec,
     LayerSpec,
     layer_types,
     read_latent,
@@ -64,23 +61,10 @@ def glm5_next(spec: ModelFacts, builder: LayerBuilder) -> StreamsDecoder:
 def glm5_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
     """Delta nets, and latent attention over pools of keys, by `layer_types`."""
     read_limit(fields)
-    delta = fields.inside(DELTA)
-
-    def size(key: str, other: str, low: int, high: int, default: int) -> int:
-        return delta.integer(key, low, high, fields.integer(other, low, high, default))
-
-    heads = size("num_heads", "linear_num_heads", 1, MAX_HEADS, 64)
-    dim = size("head_dim", "linear_head_dim", 1, MAX_WIDTH, 128)
-    taps = size("short_conv_kernel_size", "linear_conv_kernel_dim", 2, MAX_TAPS, 4)
     bound = fields.number("linear_lower_bound", LEAST, -1e-3, -5.0)
-    bound = delta.number("gate_lower_bound", LEAST, -1e-3, bound)
-    state = StateSpec.recurrent(heads, heads, dim, dim, taps, gates=1 + dim, bound=bound)
-    streams = HyperSpec(
-        fields.integer("hc_mult", 2, MAX_STREAMS, 4),
-        largest=2.0,
-        smallest=fields.number("hc_eps", 0.0, 1.0, 1e-6),
-        rounds=fields.integer("hc_sinkhorn_iters", 1, 1000, 20),
-    )
+    bound = fields.inside(DELTA).number("gate_lower_bound", LEAST, -1e-3, bound)
+    state = read_delta(fields, 64, bound)
+    streams = mixed_streams(fields)
     pool = fields.integer("index_kpool", 2, MAX_POOL, 16)
     tail = "index_kpool_always_select_tail"
     if not fields.boolean(tail, True):

@@ -219,6 +219,16 @@ def read_limit(fields: Fields) -> None:
         raise fields.error("swiglu_limit", f"must be {LIMIT:g}, not {limit:g}")
 
 
+def mixed_streams(fields: Fields) -> HyperSpec:
+    """Read the facts of streams that are mixed with each other."""
+    return HyperSpec(
+        fields.integer("hc_mult", 2, MAX_STREAMS, 4),
+        largest=2.0,
+        smallest=fields.number("hc_eps", 0.0, 1.0, 1e-6),
+        rounds=fields.integer("hc_sinkhorn_iters", 1, 1000, 20),
+    )
+
+
 def hy4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
     """Latent attention over the keys that an indexer chooses, which some layers share."""
     read_limit(fields)

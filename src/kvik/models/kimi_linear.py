@@ -111,17 +111,26 @@ def feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward:
     return feed_forward(spec, builder.at(*scopes), layer, scope="", names=NAMES)
 
 
-def kimi_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Delta nets and latent attention, by `layer_types` or by the lists of published files."""
+def read_delta(fields: Fields, heads: int, bound: float = 0.0) -> StateSpec:
+    """Return the state of delta nets, by `linear_attn_config` or the keys of transformers.
+
+    Args:
+        heads: if the file has none. bound: see `StateSpec`.
+    """
     delta = fields.inside(DELTA)
 
     def size(key: str, other: str, low: int, high: int, default: int) -> int:
         return delta.integer(key, low, high, fields.integer(other, low, high, default))
 
-    heads = size("num_heads", "linear_num_heads", 1, MAX_HEADS, 32)
+    heads = size("num_heads", "linear_num_heads", 1, MAX_HEADS, heads)
     dim = size("head_dim", "linear_head_dim", 1, MAX_WIDTH, 128)
     taps = size("short_conv_kernel_size", "linear_conv_kernel_dim", 2, MAX_TAPS, 4)
-    state = StateSpec.recurrent(heads, heads, dim, dim, taps, gates=1 + dim)
+    return StateSpec.recurrent(heads, heads, dim, dim, taps, gates=1 + dim, bound=bound)
+
+
+def kimi_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Delta nets and latent attention, by `layer_types` or by the lists of published files."""
+    delta, state = fields.inside(DELTA), read_delta(fields, 32)
     key = "full_attn_layers"
     if "layer_types" not in fields and key in delta:
         full = listed_layers(delta, key)  # from 1

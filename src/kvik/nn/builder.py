@@ -1140,31 +1140,31 @@ class Builder(LayerBuilder):
             eps: of the norm of the streams.
             streams, rounds: see `Ops.stream_weights`.
         """
-        matrix, biases, gains = map(self._name, names)
         counts = torch.tensor([count for count, _, _ in runs])
         n = int(counts.sum())
-        kind = float_kind(self.dtype)
-        spec = MatrixSpec(kind, n, width, False, None, torch.float32, self.device, replicable=True)
-        linear = Linear(self.ops, self.storage.matrix(matrix, spec))
+        linear = self.bare_linear(names[0], width, n, torch.float32)
+        biases, gains = map(self._name, names[1:])
         factors = self.storage.tensor(biases, (4, n), torch.float32, self.device)
         if not self.storage.names:
             each = torch.tensor([ends for _, *ends in runs])
             factors[2:].copy_(each.t().repeat_interleave(counts, 1))
-            rows = torch.empty(n, width, dtype=self.dtype, device="meta")
-            fill = partial(self._pack_floats, linear.matrix)
-            self._parameters.declare(matrix, rows, "matrix", fill)
             self._parameters.declare(biases, factors[1], "bias")
             fill = partial(_fill_each, factors[0], counts)
             self._parameters.declare(gains, torch.empty(len(runs), device="meta"), "gain", fill)
         ops = self.ops
         return lambda x: ops.stream_weights(x, linear(x), factors, eps, streams, rounds)
 
-    def bare_linear(self, name: str, inputs: int, outputs: int) -> Linear:
-        """Return x [tokens, inputs] -> [tokens, outputs], whose weight is a tensor of this name."""
-        full, kind = self._name(name), float_kind(self.dtype)
-        spec = MatrixSpec(
-            kind, outputs, inputs, False, None, self.dtype, self.device, replicable=True
-        )
+    def bare_linear(
+        self, name: str, inputs: int, outputs: int, dtype: torch.dtype | None = None
+    ) -> Linear:
+        """Return x [tokens, inputs] -> [tokens, outputs], whose weight is a tensor of this name.
+
+        Args:
+            dtype: of the outputs; None: the model's.
+        """
+        full, to = self._name(name), dtype or self.dtype
+        sizes = float_kind(self.dtype), outputs, inputs, False, None
+        spec = MatrixSpec(*sizes, to, self.device, replicable=True)
         linear = Linear(self.ops, self.storage.matrix(full, spec))
         if not self.storage.names:
             rows = torch.empty(outputs, inputs, dtype=self.dtype, device="meta")

@@ -54,7 +54,7 @@ class Places:
 
 
 @triton.jit
-def sequence_at(query_start, sequences, token):
+def sequence_of_token(query_start, sequences, token):
     """Return the sequence of a token; for tokens after the last sequence, `sequences`."""
     sequence = 0
     at = tl.arange(0, SEQUENCES)
@@ -71,7 +71,7 @@ def seen_by_token(query_start, seq_lens, tree, sequences, token, TREE: tl.conste
 
     A token after the last sequence is one of the first that sees nothing.
     """
-    sequence = sequence_at(query_start, sequences, token)
+    sequence = sequence_of_token(query_start, sequences, token)
     inside = sequence < sequences
     sequence = tl.where(inside, sequence, 0)
     start = tl.load(query_start + sequence)
@@ -208,7 +208,7 @@ def choose(
     Args:
         q: [tokens, heads, dim], rotated, dense but for tokens. weights: [tokens, heads].
         cache: [rows, dim or more], keys, or those of entries or pools.
-        rows: scores of so many tokens are in memory at a time.
+        rows: number of tokens whose scores are in memory at a time.
         pools: `at` is of pools of keys, of which `top` are chosen, and the last keys.
 
     Returns:
