@@ -191,6 +191,19 @@ def test_what_entries_that_sum_up_tokens_do_not_allow(field: str, value: object)
         resolve(EngineConfig(**{field: value, **more}), spec, LAPTOP, "somewhere")
 
 
+def test_keys_in_pools_are_no_nodes_of_trees() -> None:
+    spec = ModelSpec.from_config(PUBLIC["GLM-5.3-Flash"])
+    config = EngineConfig(spec_method="medusa", spec_model="heads")
+    with pytest.raises(ConfigError, match="^spec_method: .* pools that sum up tokens"):
+        resolve(config, spec, LAPTOP, "somewhere")
+
+
+def test_entries_are_read_by_triton() -> None:
+    spec = ModelSpec.from_config(PUBLIC["DeepSeek-V4-Flash"])
+    found = choose_attention(EngineConfig(), spec, "triton", "bfloat16", HOPPER, Notes())
+    assert found == "triton"
+
+
 def test_latent_vectors_are_not_stored_in_four_bits() -> None:
     with pytest.raises(ConfigError, match="^kv_cache_dtype: int4 cannot store latent vectors"):
         resolve(EngineConfig(kv_cache_dtype="int4"), latent(), LAPTOP, "somewhere")
