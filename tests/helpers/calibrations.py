@@ -10,6 +10,7 @@ from kvik.planner.calibration import (
     LinearCosts,
     Machine,
     ReadRate,
+    StateCosts,
 )
 from kvik.planner.devices import Device, cpu_device
 
@@ -49,6 +50,7 @@ def calibration() -> Calibration:
             AttentionCosts(64, 1e-6, 50e-12, 400e-12, 10e-12, 40e9, 20e-12, 100e-12, 500e-12),
             AttentionCosts(128, 1e-6, 50e-12, 400e-12, 10e-12, 60e9, 20e-12, 100e-12, 500e-12),
         ),
+        states={"convolution": StateCosts(1e9, 2e9), "delta rule": StateCosts(4e9, 8e9)},
         launch=2e-7,
         activation=50e9,
         logit=10e-12,

@@ -15,7 +15,15 @@ from msgspec.structs import replace
 
 from kvik.config.hardware import Hardware
 from kvik.errors import ConfigError
-from kvik.planner.calibration import ExchangeCost, interpolate, load, save, stale, this_machine
+from kvik.planner.calibration import (
+    ExchangeCost,
+    StateCosts,
+    interpolate,
+    load,
+    save,
+    stale,
+    this_machine,
+)
 
 HARDWARE = Hardware(
     "Some CPU", 2, 1 << 34, "RAM available", frozenset(("avx2", "fma")), native=True
@@ -129,6 +137,7 @@ def test_slower_cores_and_another_memory() -> None:
     before, after = found.linears["bf16"][1], slow.linears["bf16"][1]
     assert (after.call, after.cached, after.share) == (2e-6, 2 * before.cached, before.share)
     assert slow.attention[0].prefill == found.attention[0].prefill / 2
+    assert slow.states["delta rule"] == StateCosts(2e9, 4e9)
     assert slow.attention[0].score == 2 * found.attention[0].score
     assert slow.host_seconds(0, 1) == pytest.approx(2 * found.host_seconds(0, 1))
     assert found.at(found.reads, 1.0) == found

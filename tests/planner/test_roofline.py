@@ -110,6 +110,13 @@ def test_states_by_hand() -> None:
     halves = replace(at, tp=2)
     half = part(step_time(qwen, halves, decode(4, 1000)), "states")
     assert half.floor == pytest.approx(4 * state / 1e12)
+    convolution, rule = 30 * 2 * 4 * 8192, 30 * 7 * 32 * 128 * 128
+    at = replace(at, device=replace(device, calibration=calibration()))
+    for tokens in (1, 512):
+        expected = convolution / 1e9 + rule / 4e9
+        expected += (tokens - 1) * (convolution / 2e9 + rule / 8e9)
+        chunk = part(step_time(qwen, at, prefill(tokens, cached=512)), "states")
+        assert chunk.expected == pytest.approx(expected)
     states = [part.state_bytes for part in shares(qwen, 2, 4, "bf16")]
     assert sum(states) == state / 2 and set(states) == {7 * state / 60, 8 * state / 60}
 

@@ -102,6 +102,13 @@ def reached_share(costs: LinearCosts | AttentionCosts, working_set: float) -> fl
     return interpolate([(CACHED, 1.0), (STREAMED, costs.share)], working_set)
 
 
+class StateCosts(msgspec.Struct, frozen=True):
+    """Costs of one kind of operation on states: operations per second, of all cores."""
+
+    first: Rate  # of a sequence's first token in a step, for which its state is read from memory
+    further: Rate  # of the tokens after it
+
+
 class HostCost(msgspec.Struct, frozen=True):
     """Seconds outside the kernels, for a step and for each sequence in it."""
 
@@ -131,6 +138,8 @@ class Calibration(msgspec.Struct, frozen=True):
     launch: Seconds  # seconds of a small kernel in a step
     activation: Rate  # bytes per second that norms read and write
     logit: Seconds  # seconds for each logit that greedy sampling reads
+    # By kind, see `StateSpec.flops`; {}: not measured.
+    states: dict[str, StateCosts] = {}
     host: tuple[HostCost, ...] = ()  # by ascending bytes
     host_request: Seconds = 0.0  # seconds per request, outside both the kernels and the steps
     host_token: Seconds = 0.0  # likewise, per token of its prompt
@@ -203,6 +212,10 @@ class Calibration(msgspec.Struct, frozen=True):
                 )
                 for cost in self.attention
             ),
+            states={
+                kind: StateCosts(cost.first * speed, cost.further * speed)
+                for kind, cost in self.states.items()
+            },
             activation=self.activation * speed,
             logit=self.logit / speed,
         )

@@ -429,7 +429,7 @@ def _layers(spec: ModelSpec) -> list[LayerShape]:
             rest,
             kv,
             STATE_BYTES * state.size if state else 0,
-            state.flops if state else 0,
+            tuple(state.flops.items()) if state else (),
             layer.kv_from,
             tuple(
                 replace(of, entries_of=None) for n in spec.entries_of(number) if (of := caches[n])

@@ -107,7 +107,7 @@ def shares(
             ),
             cache=layer.cache and cut_cache(layer.cache, tp - 1, tp),  # no rank has more heads
             state_bytes=-(-layer.state_bytes // tp),
-            state_flops=-(-layer.state_flops // tp),
+            state_flops=tuple((kind, -(-flops // tp)) for kind, flops in layer.state_flops),
         )
 
     return tuple(
@@ -248,7 +248,7 @@ def together(shape: ModelShape, tp: int) -> ModelShape:
             layer,
             cache=layer.cache and _cache_of_all(layer.cache, tp),
             state_bytes=tp * layer.state_bytes,
-            state_flops=tp * layer.state_flops,
+            state_flops=tuple((kind, tp * flops) for kind, flops in layer.state_flops),
         )
 
     return replace(shape, layers=changed_layers(shape.layers, of_all))

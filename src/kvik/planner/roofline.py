@@ -396,9 +396,15 @@ class _Work:
         tokens."""
         shape, runs = self.shape, self.step.runs
         num_bytes = float(sum(n * shape.state_traffic(cached) for n, _, cached in runs))
-        flops = float(self.step.rows * shape.state_flops)
+        flops = float(self.step.rows * sum(shape.state_flops.values()))
         computing = flops / self.at.device.rate("fp32") if flops else 0.0
-        return _part("states", num_bytes / self.read_rate, computing, 0.0)
+        measured, expected = self.at.device.calibration, 0.0
+        further = self.step.rows - self.step.sequences
+        for kind, each in shape.state_flops.items():
+            cost = measured and measured.states.get(kind)
+            if cost:
+                expected += self.step.sequences * each / cost.first + further * each / cost.further
+        return _part("states", num_bytes / self.read_rate, computing, expected)
 
 
 def _part(name: str, reading: float, computing: float, expected: float) -> StepPart:

@@ -76,7 +76,8 @@ class LayerShape:
     # None: the layer has no attention, or reads the cache of layer `kv_from`.
     cache: KVCacheSpec | None
     state_bytes: int = 0  # bytes per request, of any length, that it keeps in place of K and V
-    state_flops: int = 0  # operations per token on the state
+    # (kind, operations per token) on the state, see `StateSpec.flops`
+    state_flops: tuple[tuple[str, int], ...] = ()
     kv_from: int | None = None
     entries: tuple[KVCacheSpec, ...] = ()  # of entries that sum up tokens, and of their keys
 
@@ -171,9 +172,13 @@ class ModelShape:
         return sum(number * layer.state_bytes for layer, number in self._kinds)
 
     @cached_property
-    def state_flops(self) -> int:
-        """Operations per token on all states."""
-        return sum(number * layer.state_flops for layer, number in self._kinds)
+    def state_flops(self) -> Counter[str]:
+        """Operations per token on all states, by kind."""
+        counts = Counter[str]()
+        for layer, number in self._kinds:
+            for kind, flops in layer.state_flops:
+                counts[kind] += number * flops
+        return counts
 
     @property
     def parameters(self) -> int:

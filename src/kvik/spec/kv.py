@@ -107,12 +107,19 @@ class StateSpec:
         return self.convolved + self.matrices + self.logged
 
     @property
-    def flops(self) -> int:
-        """Operations per token: of the convolution, and of the recurrence, in which each number of
-        the matrices decays, is updated, and is multiplied by a query, and by the delta rule also by
-        a key; or has its own decay."""
-        each = 7 if self.delta or self.by_channel else 5
-        return 2 * self.width * self.channels + each * self.matrices
+    def flops(self) -> dict[str, int]:
+        """Operations per token by kind: of the convolution, and of the recurrence, in which each
+        number of the matrices decays, is updated, and is multiplied by a query, and by the delta
+        rule also by a key; or has its own decay."""
+        flops = {"convolution": 2 * self.width * self.channels}
+        if self.by_channel:
+            flops["state space by channel"] = 7 * self.matrices
+        elif self.delta:
+            by_row = self.gates > 2
+            flops["delta rule by row" if by_row else "delta rule"] = 7 * self.matrices
+        elif self.value_heads:
+            flops["state space"] = 5 * self.matrices
+        return flops
 
     @property
     def step_width(self) -> int:

@@ -194,6 +194,9 @@ def as_text(calibration: Calibration) -> str:
         if cost.share < 1:
             keys += f" or {cost.share:.0%} of memory's"
         lines.append(f"  {cost.head_dim:<18}{keys}, {cost.prefill / 1e9:.0f} G operations/s")
+    lines += ["", "states, G operations/s: the first token of a sequence in a step, further tokens"]
+    for kind, state in calibration.states.items():
+        lines.append(f"  {kind:24}{state.first / 1e9:8.1f}{state.further / 1e9:8.1f}")
     host = calibration.host[-1]
     lines += [
         "",

@@ -49,7 +49,13 @@ from kvik.planner.families import read_shape
 from kvik.planner.roofline import PlannedStep, decode, prefill, step_time
 from kvik.spec.shares import MAX_RANKS
 from kvik_bench.inprocess.rounds import OTHERS, Watch, disturbance, undisturbed
-from kvik_bench.machine.kernels import Readings, measure_attention, measure_linears, measure_small
+from kvik_bench.machine.kernels import (
+    Readings,
+    measure_attention,
+    measure_linears,
+    measure_small,
+    measure_states,
+)
 from kvik_bench.machine.stage import FULL, Effort, Limits, Stage, TorchStage
 
 EXCHANGES = 1000  # consecutive exchanges in a sample
@@ -288,7 +294,7 @@ def calibrate(
     torch.manual_seed(0)
     watch = Watch()
     stage = make_stage(hardware, threads, effort)
-    steps = len(effort.kinds) + len(effort.head_dims) + 4 + (stage.kernels == "native")
+    steps = len(effort.kinds) + len(effort.head_dims) + 5 + (stage.kernels == "native")
     done = 0
 
     def next_is(label: str) -> None:
@@ -315,6 +321,8 @@ def calibrate(
         for head_dim in effort.head_dims:
             next_is(f"attention, heads of {head_dim}")
             attention.append(measure_attention(stage, head_dim, small.launch, effort, readings))
+        next_is("states")
+        states = measure_states(stage, effort)
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     machine = replace(this_machine(hardware, threads, __version__), date=date)
     # memory's rate is the one during the products, so that a calibration has a single figure
@@ -325,6 +333,7 @@ def calibrate(
         peaks=peaks,
         linears=linears,
         attention=tuple(attention),
+        states=states,
         launch=small.launch,
         activation=small.activation,
         logit=small.logit,

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvik.kernels.ops import Sequences, StateHeads
 from kvik.kernels.weights import (
     Activation,
     Matrix,
@@ -20,8 +21,9 @@ from kvik.kernels.weights import (
     int4_weight,
     int8_weight,
 )
-from kvik.planner.calibration import CACHED, AttentionCosts, LinearCosts
+from kvik.planner.calibration import CACHED, AttentionCosts, LinearCosts, StateCosts
 from kvik.planner.formats import weight_facts
+from kvik.spec.kv import STATE_BYTES, StateSpec
 from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.weights import layer_kind
 from kvik_bench.inprocess.rounds import undisturbed
@@ -35,6 +37,7 @@ from kvik_bench.machine.stage import (
     Limits,
     Stage,
     Track,
+    device_seconds,
 )
 
 PATIENCE, MIN_SAMPLES = 0.25, 2  # seconds for long samples, and their least number
@@ -58,6 +61,14 @@ SMALL: tuple[Sizes, ...] = (
 # A layer that fits a large cache, and a layer that fits no cache.
 MEDIUM: tuple[Sizes, ...] = ((640, 640, None), (640, 3456, "silu_and_mul"), (1664, 640, None))
 LARGE: tuple[Sizes, ...] = ((1280, 1280, None), (1280, 6912, "silu_and_mul"), (3456, 1280, None))
+# Layers of each kind whose states are timed.
+STATES = (
+    StateSpec(4096, 4),
+    StateSpec.recurrent(8, 8, 128, 128, 4),
+    StateSpec.recurrent(8, 8, 128, 128, 4, gates=1 + 128),
+    StateSpec.recurrent(1, 16, 128, 64, 4, gates=1),
+    StateSpec.by_channels(2048, 16, 4, 64, bias=False, eps=None),
+)
 
 
 @dataclass(slots=True)
@@ -248,6 +259,56 @@ def measure_positions(stage: Stage, head_dim: int, samples: int) -> tuple[float,
         _each_row(stage.store(heads, adjacent_slots), ROWS, samples) / (2 * elements),
         _each_row(stage.store(few, scattered_slots.unbind()), len(few), samples) / (2 * elements),
     )
+
+
+def measure_states(stage: Stage, effort: Effort) -> dict[str, StateCosts]:
+    """Return the costs of each kind of operation on states: of tokens of sequences whose states fit
+    no cache, and of a prompt."""
+    costs = {}
+    for spec in STATES:
+        *_, kind = spec.flops  # of a layer with a recurrence, that is timed
+        count = max(1, effort.streamed // (STATE_BYTES * spec.size))
+        first = _states_seconds(stage, spec, count, 1, effort.samples)
+        prompt = _states_seconds(stage, spec, 1, max(effort.rows), effort.samples)
+        costs[kind] = StateCosts(
+            count * spec.flops[kind] / first, max(effort.rows) * spec.flops[kind] / prompt
+        )
+    return costs
+
+
+def _states_seconds(
+    stage: Stage, spec: StateSpec, sequences: int, tokens: int, samples: int
+) -> float:
+    """Return the seconds of the recurrence, or if there is none the convolution, over `tokens`
+    tokens of each of some sequences."""
+    rows = sequences * tokens
+    of = Sequences(
+        starts=torch.arange(0, rows + 1, tokens, dtype=torch.int32),
+        lengths=torch.full((sequences,), 1 + tokens, dtype=torch.int32),
+        rows=torch.arange(sequences, dtype=torch.int32),
+        longest=tokens,
+    )
+    matrix = spec.value_heads, spec.key_dim, spec.value_dim
+    kept = torch.zeros(sequences, spec.width - 1, spec.channels)
+    x = torch.randn(rows, spec.inputs or spec.channels).bfloat16()
+    weight = torch.randn(spec.width, spec.channels).bfloat16()
+    matrices, log = torch.zeros(sequences, *matrix), torch.zeros(sequences, 0, 0)
+    gates = torch.randn(rows, spec.gates * spec.value_heads).bfloat16()
+    offsets = torch.randn(spec.decays * spec.value_heads)
+    heads = StateHeads(
+        decay=torch.randn(matrix if spec.by_channel else matrix[:1]),
+        bias=offsets,
+        key_heads=spec.key_heads,
+        skip=None if spec.delta else offsets,
+    )
+
+    def run() -> object:
+        if spec.value_heads:
+            return stage.ops.recurrence(x, gates, heads, matrices, log, of)
+        return stage.ops.causal_conv(x, weight, None, kept, of, True)
+
+    run()
+    return undisturbed(device_seconds(run, CPU) for _ in range(samples))
 
 
 def measure_small(stage: Stage, samples: int) -> SmallCosts:

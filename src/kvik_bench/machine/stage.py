@@ -47,7 +47,7 @@ class Effort:
 
     @property
     def memory(self) -> int:
-        """Bytes of memory, rounded up: 1,253 MiB (quick) and 1,722 MiB (full) were measured."""
+        """Bytes of memory, rounded up: 1,261 MiB (quick) and 1,722 MiB (full) were measured."""
         return RUNTIME_BYTES["cpu"] + max(self.reads) + 8 * self.streamed
 
 

@@ -31,7 +31,14 @@ from kvik_bench.machine.calibrate import (
     measure_exchanges,
     remarks,
 )
-from kvik_bench.machine.kernels import SMALL, Readings, _inputs, measure_attention, nonnegative_fit
+from kvik_bench.machine.kernels import (
+    SMALL,
+    STATES,
+    Readings,
+    _inputs,
+    measure_attention,
+    nonnegative_fit,
+)
 from kvik_bench.machine.stage import FULL, KINDS, QUICK, Attended, TorchStage
 
 MIB = 1 << 20
@@ -78,6 +85,7 @@ def test_everything_is_measured_and_can_be_used(hardware: Hardware, tmp_path: Pa
     assert found.linears.keys() == set(TINY.kinds)
     assert [cost.rows for cost in found.linears["int8"]] == [1, 8]
     assert [cost.head_dim for cost in found.attention] == [32, 64]
+    assert found.states.keys() == {kind for spec in STATES for kind in spec.flops}
     assert [host.bytes for host in found.host] == [1, MIB]
     assert (found.hop > 0) == hardware.native and found.exchanges == ()  # of one thread
 
