@@ -29,7 +29,7 @@ BUDGETS = {
     "planner": 5900,
     "quantize": 3280,
     "server": 12200,
-    "spec": 5410,
+    "spec": 5440,
     "text": 4230,
     "training": 640,
     "worker": 13010,

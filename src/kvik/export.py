@@ -114,7 +114,7 @@ def _check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
         checkpoint=checkpoint,
         stored_quantization=spec.quantization,
     )
-    spec.family.make(spec, builder)
+    spec.family.network(spec, builder)
     check_weights(builder.declared, checkpoint)
 
 

@@ -357,7 +357,7 @@ def _rename_as_published(folder: Path, config: Any, renamed: dict[str, str]) -> 
 
 
 # Names of the text model in checkpoints that read images.
-IMAGE_PREFIXES = ("model.language_model", "language_model.model")
+IMAGE_PREFIXES = ("model.language_model", "language_model.model", "model.text_model")
 
 
 # Families of text models -> family of the checkpoints with images that contain them.

@@ -245,7 +245,7 @@ def test_absent_keys_have_the_defaults_of_transformers(name: str) -> None:
     arch = ARCHITECTURES[name]
     config = json.loads(CONFIG_MAPPING[arch.model_type]().to_json_string(use_diff=False))
     config["architectures"] = [name]
-    text = config.get(arch.inside) or config
+    text = config.get("text_config") or config
     text |= {"bos_token_id": None, "eos_token_id": None, "layer_types": None}
     for key in {"num_experts", "n_routed_experts", "num_local_experts"} & set(text):
         text[key] = min(text[key] or 0, 32)  # all are declared, by their names

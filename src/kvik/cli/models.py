@@ -8,8 +8,9 @@ import json
 from kvik.cli.flags import Parser
 from kvik.cli.terminal import say
 from kvik.config.units import columns
-from kvik.models.registry import ARCHITECTURES
+from kvik.models.registry import ARCHITECTURES, WITH_ENCODERS
 
+INSIDE = "the text model, by the model_type in text_config"
 HEADER = ("models", "architecture", "files")
 
 
@@ -31,6 +32,9 @@ def run(arguments: argparse.Namespace) -> int:
         }
         for architecture in ARCHITECTURES.values()
     ]
+    for name, kind in WITH_ENCODERS.items():
+        row = {"architecture": name, "model_type": kind, "models": INSIDE, "files": ["safetensors"]}
+        rows.append(row)
     if arguments.json:
         say(json.dumps(rows, indent=2))
         return 0

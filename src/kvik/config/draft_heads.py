@@ -11,7 +11,7 @@ from kvik.config.model_source import CONFIG
 from kvik.errors import ConfigError, ModelError, shown
 from kvik.models.eagle3 import NORMED, PLAIN
 from kvik.models.gemma4 import ASSISTANT
-from kvik.models.model_spec import ModelSpec
+from kvik.models.model_spec import TEXT, ModelSpec
 from kvik.spec.fields import MAX_VOCAB, MAX_WIDTH, Fields, read_json
 from kvik.spec.layers import LayerSpec
 
@@ -194,8 +194,8 @@ def _assistant_spec(folder: Path) -> ModelSpec:
         raise fields.error("architectures", f"must name an assistant of Gemma 4, not {names}")
     # All its layers read other keys, whatever num_kv_shared_layers says.
     facts = {"architectures": ["Gemma4ForCausalLM"], "num_kv_shared_layers": 0}
-    inner = {"hidden_size_per_layer_input": 0, **config, **(fields.mapping("text_config") or {})}
-    kept = {key: value for key, value in inner.items() if key not in SPECIAL_TOKENS}
+    inner = {"hidden_size_per_layer_input": 0, **config, **(fields.mapping(TEXT) or {})}
+    kept = {key: value for key, value in inner.items() if key not in (*SPECIAL_TOKENS, TEXT)}
     width = fields.integer("backbone_hidden_size", 1, MAX_WIDTH, 1536)
     return replace(ModelSpec.from_config({**kept, **facts}), wiring=ASSISTANT, embedding_size=width)
 
@@ -212,7 +212,7 @@ def _reading(spec: ModelSpec, model: ModelSpec) -> tuple[LayerSpec, ...]:
         if ours != theirs:
             raise ModelError(name, f"must be {theirs}, not {ours}")
     if any(layer.token_input or layer.experts for layer in spec.layers):
-        raise ModelError("text_config", "must have no experts and no inputs of each token")
+        raise ModelError(TEXT, "must have no experts and no inputs of each token")
     owners = {
         layer.window is None: number
         for number, layer in enumerate(model.layers)

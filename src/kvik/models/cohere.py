@@ -16,7 +16,6 @@ from kvik.models.decoder import (
     ParallelLayer,
     feed_forward,
     last_norm,
-    text_decoder,
 )
 from kvik.spec.declare import Architecture, FeedForward, ForwardContext, LayerBuilder
 from kvik.spec.experts import Router, read_experts, sparse_layers
@@ -150,8 +149,7 @@ COMPASS_VISION = replace(
     COMPASS,
     name="CohereCompassForConditionalGeneration",
     model_type="cohere_compass",
-    make=partial(text_decoder, make_layer=cohere_layer, make_norm=norm_without_bias),
-    inside="text_config",
+    make=partial(Decoder, make_layer=cohere_layer, make_norm=norm_without_bias),
     tied=False,
 )
 

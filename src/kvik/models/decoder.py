@@ -504,25 +504,13 @@ class Predictor:
         return self.model.logits(hidden)
 
 
-def text_decoder(
-    spec: ModelFacts,
-    builder: LayerBuilder,
-    make_layer: MakeLayer = PreNormLayer,
-    make_norm: MakeNorm | None = None,
-) -> Decoder:
-    """Return the text model of a checkpoint that also reads images."""
-    for scope in ("vision_tower", "vision_model", "multi_modal_projector", "visual"):
-        builder.skip(scope, f"model.{scope}")
-    inner = builder.at("language_model", "")
-    return Decoder(spec, inner, make_layer, make_norm, ("model.language_model", "model"))
-
-
 MAX_PREDICTORS = 8  # multi-token-prediction layers after the last one
 
 
 def skip_predictors(spec: ModelFacts, builder: LayerBuilder) -> None:
+    trunk = builder.at("model")
     for layer in range(spec.num_layers, spec.num_layers + MAX_PREDICTORS):
-        builder.skip(f"model.layers.{layer}")
+        trunk.skip(f"layers.{layer}")
 
 
 def without_predictors(

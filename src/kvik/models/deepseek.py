@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from kvik.errors import shown
 from kvik.models.decoder import (
+    Decoder,
     Layer,
     NormedLayer,
     PreNormLayer,
     feed_forward,
     layer_norms,
-    text_decoder,
     without_predictors,
 )
 from kvik.spec.declare import (
@@ -608,8 +608,7 @@ MISTRAL4 = replace(
     name="Mistral4ForCausalLM",
     model_type="mistral4",
     models="Mistral 4",
-    make=partial(text_decoder, make_layer=partial(PreNormLayer, attention=DeepseekAttention)),
-    inside="text_config",
+    make=partial(Decoder, make_layer=partial(PreNormLayer, attention=DeepseekAttention)),
     layers=mistral4_layers,
     experts=partial(read_experts, router=mistral4_router, shared="n_shared_experts"),
     predictor=None,

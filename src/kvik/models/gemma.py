@@ -21,7 +21,6 @@ from kvik.models.decoder import (
     SandwichLayer,
     feed_forward,
     last_norm,
-    text_decoder,
 )
 from kvik.spec.declare import Architecture
 from kvik.spec.fields import Fields
@@ -204,8 +203,7 @@ GEMMA3_IMAGES = replace(
     name="Gemma3ForConditionalGeneration",
     model_type="gemma3",
     models="Gemma 3, text part of models that read images",
-    make=partial(text_decoder, make_layer=Gemma3Layer, make_norm=norm_from_one),
-    inside="text_config",
+    make=partial(Decoder, make_layer=Gemma3Layer, make_norm=norm_from_one),
 )
 # EmbeddingGemma (Vera et al. 2025), an encoder.
 EMBEDDING_GEMMA = replace(

@@ -17,9 +17,7 @@ from kvik.models.decoder import Decoder
 from kvik.models.gemma import GEGLU, gemma3_ropes
 from kvik.models.gemma4 import (
     CAP,
-    ENCODERS,
     GEMMA4,
-    SCOPES,
     Gemma4Attention,
     OwnInput,
     TokenInputs,
@@ -119,10 +117,9 @@ class Gemma3n(Decoder):
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:
         assert spec.streams is not None
-        builder.skip(*(f"model.{encoder}" for encoder in ENCODERS))
         self.count, self.hidden = spec.streams.count, spec.hidden_size
-        super().__init__(spec, builder, Gemma3nLayer, self._last_norm, SCOPES)
-        trunk, hidden, new = builder.at(*SCOPES), spec.hidden_size, range(self.count - 1)
+        super().__init__(spec, builder, Gemma3nLayer, self._last_norm)
+        trunk, hidden, new = builder.at("model"), spec.hidden_size, range(self.count - 1)
         self.inputs = TokenInputs(spec, trunk)
         names = tuple(f"altup_projections.{stream}" for stream in new)
         matrix = partial(trunk.linear, inputs=hidden, bias=False, role="streams")
@@ -250,5 +247,4 @@ GEMMA3N_IMAGES = replace(
     name="Gemma3nForConditionalGeneration",
     model_type="gemma3n",
     models="Gemma 3n, text part of models that read images and sound",
-    inside="text_config",
 )

@@ -163,19 +163,14 @@ class TokenInputs:
         return self.norm.add(projected, self.table(ids)).view(-1, *self.sizes)
 
 
-ENCODERS = ("vision_tower", "embed_vision", "audio_tower", "embed_audio", "vision_embedder")
-SCOPES = ("model.language_model", "model")
-
-
 class Gemma4(Decoder):
     """The language model; image and audio encoders are not read."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:
-        builder.skip(*(f"model.{encoder}" for encoder in ENCODERS))
-        super().__init__(spec, builder, Gemma4Layer, scopes=SCOPES)
+        super().__init__(spec, builder, Gemma4Layer)
         self.inputs = None
         if spec.layers[0].token_input:
-            self.inputs = TokenInputs(spec, builder.at(*SCOPES))
+            self.inputs = TokenInputs(spec, builder.at("model"))
 
     def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor | None:
         """ids [tokens], x [tokens, hidden], their embeddings -> [tokens, layers, width]."""
@@ -407,7 +402,6 @@ GEMMA4_IMAGES = replace(
     name="Gemma4ForConditionalGeneration",
     model_type="gemma4",
     models="Gemma 4, text part of models that read images",
-    inside="text_config",
 )
 # The 12B, which reads patches of images and frames of sound without encoders.
 GEMMA4_UNIFIED = replace(
@@ -429,5 +423,4 @@ GEMMA4_UNIFIED_IMAGES = replace(
     name="Gemma4UnifiedForConditionalGeneration",
     model_type="gemma4_unified",
     models="Gemma 4 12B, text part of a model that reads images and sound",
-    inside="text_config",
 )

@@ -52,10 +52,7 @@ Glm5Layer = partial(
 def glm5_next(spec: ModelFacts, builder: LayerBuilder) -> StreamsDecoder:
     """Return the text model; heads that predict further tokens are not read."""
     skip_predictors(spec, builder)
-    for scope in ("visual", "vision_tower"):
-        builder.skip(scope, f"model.{scope}")
-    scopes = ("model.language_model", "model")
-    return StreamsDecoder(spec, builder, Glm5Layer, scopes=scopes, mean=True)
+    return StreamsDecoder(spec, builder, Glm5Layer, mean=True)
 
 
 def glm5_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
@@ -89,7 +86,6 @@ GLM5_NEXT = Architecture(
     "glm5_next",
     "GLM-5.3",
     glm5_next,
-    inside="text_config",
     layers=glm5_layers,
     experts=partial(
         read_experts, router=corrected_router, shared="n_shared_experts", first_dense=3

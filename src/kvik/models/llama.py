@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from kvik.models.decoder import Decoder, text_decoder
+from kvik.models.decoder import Decoder
 from kvik.models.eagle3 import WIRINGS, Eagle3Head
 from kvik.spec.declare import Architecture, LayerBuilder
 from kvik.spec.fields import Fields
@@ -101,8 +101,7 @@ MISTRAL3_IMAGES = replace(
     name="Mistral3ForConditionalGeneration",
     model_type="mistral3",
     models="Mistral Small 3 and Ministral 3, text part of models that read images",
-    make=text_decoder,
-    inside="text_config",
+    make=Decoder,
     inside_types={"mistral4": "Mistral4ForCausalLM"},
     defaults={
         "vocab_size": 32_000,

@@ -12,7 +12,6 @@ from kvik.models.decoder import (
     GroupedQueryAttention,
     PreNormLayer,
     feed_forward,
-    text_decoder,
 )
 from kvik.spec.declare import Architecture, ExpertNames, LayerBuilder, gguf_experts
 from kvik.spec.experts import ExpertsSpec, Router, read_experts
@@ -131,7 +130,6 @@ LLAMA4_IMAGES = replace(
     name="Llama4ForConditionalGeneration",
     model_type="llama4",
     models="Llama 4, text part of models that read images",
-    make=partial(text_decoder, make_layer=Llama4Layer),
-    inside="text_config",
+    make=partial(Decoder, make_layer=Llama4Layer),
     gguf=None,
 )

@@ -15,7 +15,6 @@ from kvik.models.decoder import (
     PreNormLayer,
     feed_forward,
     last_norm,
-    text_decoder,
 )
 from kvik.models.gpt_oss import check_swiglu
 from kvik.models.mixtral import minimax_layers
@@ -245,6 +244,5 @@ MINIMAX_M3_IMAGES = replace(
     name="MiniMaxM3SparseForConditionalGeneration",
     model_type="minimax_m3_vl",
     models="MiniMax-M3, text part of models that read images",
-    make=partial(text_decoder, make_layer=make_layer, make_norm=make_norm),
-    inside="text_config",
+    make=partial(Decoder, make_layer=make_layer, make_norm=make_norm),
 )

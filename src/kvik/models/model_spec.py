@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvik.errors import ModelError, shown
 from kvik.files import ADAPTER_FILES, regular
-from kvik.models.registry import ARCHITECTURES
+from kvik.models.registry import ARCHITECTURES, TEXT_DEFAULTS, WITH_ENCODERS
 from kvik.options import did_you_mean
 from kvik.spec.declare import (
     SMALL,
@@ -63,10 +63,12 @@ class ModelSpec(ModelFacts):
         """
         name = _architecture(Fields(config, where))
         arch = ARCHITECTURES[name]
-        if config.get(arch.inside) is not None:
-            config, where = text_config(config, arch.inside), f"{where} {arch.inside}"
+        defaults = arch.defaults
+        if config.get(TEXT) is not None:
+            defaults = {**TEXT_DEFAULTS.get(name, {}), **defaults}
+            config, where = text_config(config), f"{where} {TEXT}"
         named = {new: config[old] for old, new in arch.older.items() if config.get(old) is not None}
-        fields = Fields({**arch.defaults, **config, **named}, where)
+        fields = Fields({**defaults, **config, **named}, where)
         key = {k: arch.keys.get(k, k) for k in _RENAMED}
         hidden = fields.integer(key["hidden_size"], 1, MAX_WIDTH)
         blocks = len(fields.strings(BLOCK_KINDS))  # transformers saves no number with it
@@ -152,7 +154,7 @@ class ModelSpec(ModelFacts):
     @cached_property
     def declaration(self) -> Declaration:
         """The layers that the network declares."""
-        return describe(self.family.make, self)
+        return describe(self.family.network, self)
 
     @cached_property
     def in_floats(self) -> ModelSpec:
@@ -379,19 +381,20 @@ MAX_HEAD_BYTES = 4 << 20  # thousands of added tokens
 # Keys that may be outside the object with the facts of the text model.
 TIED = "tie_word_embeddings"
 DTYPE = ("dtype", "torch_dtype")
+TEXT = "text_config"  # describes the text model, if config.json describes more
 OUTER_KEYS = (*DTYPE, TIED, KEY, "bos_token_id", "eos_token_id")
 
 
-def text_config(config: Mapping[str, object], key: str = "text_config") -> dict[str, object]:
+def text_config(config: Mapping[str, object]) -> dict[str, object]:
     """Return the facts of the text model in a config.json that also describes other models.
 
     Raises:
         ModelError: they are not an object.
     """
-    inner = dict(Fields(config).mapping(key) or {})
+    inner = dict(Fields(config).mapping(TEXT) or {})
     outer = {name: config[name] for name in OUTER_KEYS if config.get(name) is not None}
-    if outer.get(TIED) is False:  # newer files may have a class's default inside
-        inner[TIED] = False
+    if TIED in outer:  # newer files may have a class's default inside
+        inner[TIED] = outer[TIED]
     return outer | {k: value for k, value in inner.items() if value is not None or k not in outer}
 
 
@@ -413,13 +416,23 @@ def _architecture(fields: Fields) -> str:
     for name in names:
         if name in ARCHITECTURES:
             arch = ARCHITECTURES[name]
-            of_text = fields.inside(arch.inside).raw("model_type") if arch.inside_types else None
+            of_text = fields.inside(TEXT).raw("model_type") if arch.inside_types else None
             return arch.inside_types.get(str(of_text), name)
-    if not names:
-        family = fields.raw("model_type")
+    if not names or names[0] in WITH_ENCODERS:
+        text = fields.inside(TEXT)
+        inner = text.strings("architectures") if names else ()
+        if inner and inner[0] in ARCHITECTURES:
+            return inner[0]
+        family = text.raw("model_type") if names else fields.raw("model_type")
+        if names and family is None:
+            family = WITH_ENCODERS[names[0]]
         for name, arch in ARCHITECTURES.items():
             if arch.model_type == family:
                 return name
+        if names:
+            raise text.error(
+                "model_type", f"must be of a model that runs here, not {shown(family)}"
+            )
     hint = did_you_mean(names[0], ARCHITECTURES) if names else ""
     named = shown(names[0]) if names else "nothing"
     reason = f"must name one that runs here, as `kvik models` lists them, not {named}"

@@ -204,8 +204,8 @@ Qwen35Layer = partial(
 
 def qwen3_5(spec: ModelFacts, builder: LayerBuilder) -> Decoder:
     """Return the text model; the image encoder is not read."""
-    builder.skip("mtp", "visual", "model.visual")
-    return Decoder(spec, builder, Qwen35Layer, norm_from_one, ("model.language_model", "model"))
+    builder.skip("mtp")
+    return Decoder(spec, builder, Qwen35Layer, norm_from_one)
 
 
 KEY_HEADS, VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
@@ -285,7 +285,6 @@ QWEN3_5_IMAGES = replace(
     name="Qwen3_5ForConditionalGeneration",
     model_type="qwen3_5",
     models="Qwen 3.5, dense, text part of models that read images",
-    inside="text_config",
 )
 EXPERTS_3_5 = partial(
     read_experts, router=normalised_router, shared_width="shared_expert_intermediate_size"
@@ -314,7 +313,6 @@ QWEN3_5_MOE_IMAGES = replace(
     name="Qwen3_5MoeForConditionalGeneration",
     model_type="qwen3_5_moe",
     models="Qwen 3.5 and 3.6 with experts, text part of models that read images",
-    inside="text_config",
 )
 # Qwen3-Next (Qwen team 2025).
 QWEN3_NEXT = replace(

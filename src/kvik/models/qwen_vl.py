@@ -5,11 +5,9 @@ which are equal for text."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
-from kvik.models.decoder import PreNormLayer, text_decoder
 from kvik.models.llama import QWEN2
-from kvik.models.qwen3 import QWEN3, QWEN3_MOE, Qwen3Attention
+from kvik.models.qwen3 import QWEN3, QWEN3_MOE
 from kvik.spec.fields import Fields
 from kvik.spec.layers import LayerSpec, switched_layers
 
@@ -18,8 +16,6 @@ QWEN3_VL = replace(
     name="Qwen3VLForConditionalGeneration",
     model_type="qwen3_vl",
     models="Qwen3-VL, dense, text alone",
-    make=partial(text_decoder, make_layer=partial(PreNormLayer, attention=Qwen3Attention)),
-    inside="text_config",
     defaults={"rope_theta": 5e5},
     gguf=None,
 )
@@ -30,9 +26,7 @@ QWEN3_VL_MOE = replace(
     name="Qwen3VLMoeForConditionalGeneration",
     model_type="qwen3_vl_moe",
     models="Qwen3-VL, with experts, text alone",
-    make=QWEN3_VL.make,
     head_dim=128,
-    inside="text_config",
     defaults={"num_key_value_heads": 16, "rope_theta": 5e5, "norm_topk_prob": True},
     gguf=None,
 )
@@ -52,9 +46,7 @@ QWEN2_5_VL = replace(
     name="Qwen2_5_VLForConditionalGeneration",
     model_type="qwen2_5_vl",
     models="Qwen2.5-VL, text alone",
-    make=text_decoder,
     layers=text_layers,
-    inside="text_config",
     defaults={
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,

@@ -85,3 +85,44 @@ FILES = (
 ARCHITECTURES: Mapping[str, Architecture] = {
     row.name: row for file in FILES for row in vars(file).values() if isinstance(row, Architecture)
 }
+# Architectures with encoders of images or sound beside a text model, which is one of those above,
+# by `model_type` in `text_config` -> the type where it is not given.
+WITH_ENCODERS: Mapping[str, str] = {
+    "AyaVisionForConditionalGeneration": "cohere2",
+    "Cohere2VisionForConditionalGeneration": "cohere2",
+    "DeepseekVLForConditionalGeneration": "llama",
+    "Exaone4_5_ForConditionalGeneration": "exaone4",
+    "GotOcr2ForConditionalGeneration": "qwen2",
+    "HyperCLOVAXVisionV2ForConditionalGeneration": "hyperclovax",
+    "Idefics2ForConditionalGeneration": "mistral",
+    "Idefics3ForConditionalGeneration": "llama",
+    "InternVLForConditionalGeneration": "qwen2",
+    "Kimi_K25ForConditionalGeneration": "deepseek_v3",
+    "KimiK25ForConditionalGeneration": "deepseek_v3",
+    "Lfm2VlForConditionalGeneration": "lfm2",
+    "Lfm3VlForConditionalGeneration": "lfm3",
+    "LightOnOcrForConditionalGeneration": "qwen3",
+    "LlavaForConditionalGeneration": "llama",
+    "LlavaNextForConditionalGeneration": "llama",
+    "LlavaNextVideoForConditionalGeneration": "llama",
+    "LlavaOnevisionForConditionalGeneration": "qwen2",
+    "MiniCPMV4_6ForConditionalGeneration": "qwen3_5_text",
+    "MiniCPMV4_7ForConditionalGeneration": "qwen3_5_text",
+    "QianfanOCRForConditionalGeneration": "qwen3",
+    "SmolVLMForConditionalGeneration": "llama",
+    "VideoLlama3ForConditionalGeneration": "qwen2",
+    "VideoLlavaForConditionalGeneration": "llama",
+    "VipLlavaForConditionalGeneration": "llama",
+}
+# Of sizes that a `text_config` may leave out, as in transformers.
+TEXT_DEFAULTS: Mapping[str, Mapping[str, object]] = {
+    "LlamaForCausalLM": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+    "MistralForCausalLM": llama.MISTRAL3_IMAGES.defaults,
+}

@@ -55,7 +55,6 @@ def feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward:
 
 
 def step(spec: ModelFacts, builder: LayerBuilder) -> Decoder:
-    builder.skip("vision_model", "vit_large_projector")
     skip_predictors(spec, builder)
     layer = partial(PreNormLayer, attention=attention, feed=feed, offset=OFFSET)
     return Decoder(spec, builder, layer, partial(last_norm, offset=OFFSET))
@@ -179,7 +178,6 @@ STEP3P7 = Architecture(
     "step3p7",
     "Step 3.7, text alone",
     step,
-    inside="text_config",
     layers=step_layers,
     experts=step_experts,
     qkv_bias="attention_bias",
@@ -217,6 +215,4 @@ STEP3P7 = Architecture(
     },
 )
 # Step 3.5, in files of the same form.
-STEP3P5 = replace(
-    STEP3P7, name="Step3p5ForCausalLM", model_type="step3p5", models="Step 3.5", inside=""
-)
+STEP3P5 = replace(STEP3P7, name="Step3p5ForCausalLM", model_type="step3p5", models="Step 3.5")

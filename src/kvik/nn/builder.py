@@ -100,7 +100,7 @@ from kvik.spec.layers import LatentSpec, LayerSpec, QueryScale
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.rope import RopeSpec
 from kvik.spec.shares import TILE, Between, PipelineStage
-from kvik.spec.stored_weights import StoredQuantization, stored_alike
+from kvik.spec.stored_weights import TRUNKS, StoredQuantization, stored_alike
 from kvik.spec.weights import matrix_kind
 
 WEIGHT = "weight"
@@ -194,7 +194,8 @@ class Builder(LayerBuilder):
     def _at(self, name: str | int, *aliases: str) -> Builder:
         inner = copy(self)
         inner._scope = self._name(usual_scope(str(name), *aliases))
-        for scope in map(self._name, (str(name), *aliases)):
+        trunks = TRUNKS if name == "model" else ()
+        for scope in map(self._name, (*trunks, str(name), *aliases)):
             if any(layer.startswith(f"{scope}.") for layer in self._parameters.stored):
                 inner._scope = scope
                 break

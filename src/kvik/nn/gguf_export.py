@@ -26,6 +26,7 @@ from kvik.nn.gguf_checkpoint import changes, file_shapes, shapes
 from kvik.nn.loader import torch_threads
 from kvik.nn.safetensors import TORCH_DTYPES, TensorEntry
 from kvik.spec.declare import SEPARATE, FilePart
+from kvik.spec.stored_weights import TEXT_MODEL, TRUNKS
 from kvik.spec.weight_kind import MX_GROUP
 
 SLICE = 1 << 17  # weights per work item of a thread: few enough for its caches
@@ -334,16 +335,14 @@ class _Source:
 
 
 UNREAD = "rotary_emb.inv_freq"  # of old checkpoints
-# Prefixes of the text model in checkpoints of models that read images.
-_TEXT_PREFIXES = ("model.language_model.", "language_model.model.")
 
 
 def text_name(name: str) -> str:
     """Return the name that a tensor has in a checkpoint of the text model alone."""
-    for prefix in _TEXT_PREFIXES:
-        if name.startswith(prefix):
-            return f"model.{name.removeprefix(prefix)}"
-    return name.removeprefix("language_model.")
+    for trunk in TRUNKS:
+        if name.startswith(f"{trunk}."):
+            return f"model{name.removeprefix(trunk)}"
+    return name.removeprefix(f"{TEXT_MODEL}.")
 
 
 def _sources(checkpoint: Checkpoint, spec: ModelSpec) -> Iterator[_Source]:

@@ -47,7 +47,7 @@ def load_model(
     """
     checkpoint = builder.checkpoint
     _check_predictor(spec, builder.storage.names if checkpoint is None else checkpoint.entries)
-    model = spec.family.make(spec, builder)
+    model = spec.family.network(spec, builder)
     layered = spec.pooling is not None and spec.pooling.layers
     pooled = builder.pooled(spec.pooling) if layered and spec.pooling is not None else None
     if builder.adapters is not None:

@@ -142,8 +142,9 @@ def shape_from_config(config: Mapping[str, object], name: str) -> ModelShape:
         shape = _shape(outer[0], config, fields.where, inside, name)
         return replace(shape, notes=(note, *shape.notes))
     shape = _shape(_architecture(inside), merged, inside.where, inside, name)
-    architecture = outer[0] if outer else shape.architecture
-    return replace(shape, architecture=architecture, runs=False, notes=(note, *shape.notes))
+    runs = shape.runs and bool(outer) and outer[0] in registry.WITH_ENCODERS
+    architecture = outer[0] if outer and not runs else shape.architecture
+    return replace(shape, architecture=architecture, runs=runs, notes=(note, *shape.notes))
 
 
 def _shape(

@@ -109,7 +109,7 @@ class Block:
         ops = self._tap.ops()
         self._backend = SdpaAttention(ops)
         builder = block_builder(spec, ops, self._backend, tokens, dtype, device)
-        self._network: Network = spec.family.make(spec, builder)
+        self._network: Network = spec.family.network(spec, builder)
         self._device, self._dtype = device, dtype
         self._declared: dict[str, DeclaredTensor] = {}
         self._transposed: dict[str, bool] = {}  # whether the checkpoint stores a layer transposed

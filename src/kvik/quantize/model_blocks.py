@@ -80,7 +80,7 @@ class ModelBlocks:
         builder = block_builder(
             spec, TORCH, SdpaAttention(TORCH), self._tokens, self.dtype, self.device
         )
-        network = spec.family.make(spec, builder)
+        network = spec.family.network(spec, builder)
         of_layers: list[tuple[DeclaredTensor, Tensor]] = []
         for declared in builder.declared.tensors:
             if declared.name == self._head or declared.name.startswith(self._scope):
@@ -155,7 +155,7 @@ class ModelBlocks:
     def _declared(self, spec: ModelSpec) -> list[DeclaredTensor]:
         meta = torch.device("meta")
         builder = block_builder(spec, TORCH, SdpaAttention(TORCH), self._tokens, self.dtype, meta)
-        spec.family.make(spec, builder)
+        spec.family.network(spec, builder)
         return builder.declared.tensors
 
     def _stored_name(self, declared: str, index: int) -> str:

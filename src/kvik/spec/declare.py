@@ -25,6 +25,7 @@ from kvik.spec.layers import (
     QueryScale,
     rotary_layers,
 )
+from kvik.spec.stored_weights import TEXT_MODEL
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -156,9 +157,7 @@ class Architecture:
     keys: Mapping[str, str] = field(default_factory=dict)
     # Older name of a config.json key -> its present name.
     older: Mapping[str, str] = field(default_factory=dict)
-    # Key of the object that describes the text model, if config.json describes more; "": none.
-    inside: str = ""
-    # `model_type` in that object -> another architecture, which it names.
+    # `model_type` in `text_config` -> another architecture, which it names.
     inside_types: Mapping[str, str] = field(default_factory=dict)
     # Keys with the only supported value; another value would change the arithmetic.
     fixed: Mapping[str, bool] = field(default_factory=dict)
@@ -205,6 +204,22 @@ class Architecture:
     gguf_scales: tuple[str, ...] = ()  # the keys of `gguf.facts.SCALES` that files have
     # Computes keys of config.json that files do not have.
     gguf_implied: Callable[[Fields], Mapping[str, object]] | None = None
+
+    def network(self, spec: ModelFacts, builder: LayerBuilder) -> Network:
+        """Return the network; of a checkpoint that also has encoders, the text model."""
+        for scope in ENCODERS:
+            builder.skip(scope, f"model.{scope}")
+        builder.ignore("image_newline", "model.image_newline")
+        return self.make(spec, builder.at("", TEXT_MODEL, ""))
+
+
+ENCODERS = (
+    *("vision_tower", "vision_model", "visual", "multi_modal_projector", "vision_embed_tokens"),
+    *("audio_tower", "embed_vision", "embed_audio", "vision_embedder", "mm_projector", "connector"),
+    *("vit_large_projector", "visual_tokenizer", "vte", "merger", "projector", "aligner"),
+    *("image_tower", "video_tower", "vision_encoder", "vision_projection", "mlp1"),
+    "vision_projector",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,13 +110,20 @@ class StoredScheme:
         return ", ".join(words)
 
 
+# Scope of the text model in checkpoints that also have encoders of images or sound; in newer ones
+# those of its trunk.
+TEXT_MODEL, TRUNKS = "language_model", ("model.language_model", "model.text_model")
+
+
 def stored_names(name: str) -> tuple[str, ...]:
     """Return the forms of a declared name in checkpoints: unchanged; without its first component,
-    as in files of the bare trunk; or, in newer files of models that read images, with the first two
-    components swapped, or a further one after the first."""
+    as in files of the bare trunk; or, in files of models that read images, in the scope of the text
+    model or of its trunk; and of the former in newer files, with the first two components
+    swapped."""
     first, _, rest = name.partition(".")
     second, _, tail = rest.partition(".")
-    return name, rest, f"{second}.{first}.{tail}", f"{first}.language_model.{rest}"
+    nested = f"{TEXT_MODEL}.{name}", *(f"{trunk}.{rest}" for trunk in TRUNKS)
+    return name, rest, *nested, f"{second}.{first}.{tail}"
 
 
 @dataclass(frozen=True, slots=True)
