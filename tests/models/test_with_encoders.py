@@ -30,6 +30,11 @@ SIZES: dict[str, object] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+DELTA: dict[str, object] = {
+    **{"layer_types": ["linear_attention", "full_attention"], "head_dim": 16},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+}
 TYPES: dict[str, dict[str, object]] = {
     "cohere2": {"logit_scale": 1.0},  # transformers ignores it beside encoders
     "deepseek_v3": {
@@ -40,10 +45,14 @@ TYPES: dict[str, dict[str, object]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm3": {"layer_types": ["conv", "full_attention"]},
     "qwen3": {"head_dim": 16},
-    "qwen3_5_text": {
-        **{"layer_types": ["linear_attention", "full_attention"], "head_dim": 16},
-        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
-        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": DELTA
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    | {"shared_expert_intermediate_size": 32},
+    "gemma4_text": {
+        **{"layer_types": ["sliding_attention", "full_attention"], "head_dim": 16},
+        **{"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 0},
+        **{"global_head_dim": 16, "num_kv_shared_layers": 0},
     },
 }
 SHRUNK = {
@@ -54,7 +63,7 @@ SHRUNK = {
 }
 HEADS = "lm_head", "language_model.lm_head"
 MODELS = [
-    *((name, "") for name in WITH_ENCODERS),
+    *((name, "") for name in WITH_ENCODERS if "Gemma3n" not in name),  # it needs timm
     *((LLAVA, kind) for kind in ("mistral", "qwen2", "gemma", "qwen3_5_text")),
 ]
 

@@ -164,7 +164,7 @@ def test_windows(values: dict[str, Any], windows: dict[int | None, int]) -> None
 
 def test_a_nested_text_model_is_read_and_noted() -> None:
     gemma = shape("gemma-3-4b")
-    assert gemma.architecture == "Gemma3ForConditionalGeneration"
+    assert gemma.architecture == "Gemma3ForCausalLM"
     assert (gemma.num_heads, gemma.num_kv_heads, gemma.head_dim) == (8, 4, 256)
     assert gemma.dtype == "bfloat16"  # from the outer config
     assert gemma.tied

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -402,7 +403,6 @@ OWN_KEYS: dict[str, dict[str, Any]] = {
     "CohereCompassForCausalLM": {"rope_parameters": {"full_attention": {}}},
     "CohereCompassForConditionalGeneration": {"rope_parameters": {"full_attention": {}}},
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 1},
-    "Gemma3nForConditionalGeneration": {"num_kv_shared_layers": 1},
 }
 
 
@@ -435,7 +435,9 @@ def test_the_text_model_may_name_another_architecture() -> None:
     text = {**small(), **EXPERTS, **ONE_GROUP, "model_type": "mistral4"}
     whole = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
     spec = ModelSpec.from_config(whole)
-    assert spec == ModelSpec.from_config({**text, "architectures": ["Mistral4ForCausalLM"]})
+    assert replace(spec, with_encoders=False) == ModelSpec.from_config(
+        {**text, "architectures": ["Mistral4ForCausalLM"]}
+    )
     assert spec.latent is not None
     text["model_type"] = "ministral3"
     assert ModelSpec.from_config(whole).architecture == "Mistral3ForConditionalGeneration"

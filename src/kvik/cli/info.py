@@ -26,7 +26,6 @@ from kvik.spec.pooling import PoolingSpec
 from kvik.spec.rope import MAX_POSITIONS
 
 KIND_COSTS = ("kv_bytes_per_token", "kv_bytes_per_request")  # of the layers of one kind
-READS_IMAGES = "ForConditionalGeneration"  # end of the names of such architectures
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -89,7 +88,7 @@ def _as_text(folder: str, spec: ModelSpec, resolved: ResolvedConfig | None, refu
         ("weights", weights),
         *_kv_lines(spec, resolved, kv_dtype),
     ]
-    if spec.architecture.endswith(READS_IMAGES):
+    if spec.with_encoders:
         rows.insert(
             2, ("reads", "text alone: its parts for images are left out, and images refused")
         )

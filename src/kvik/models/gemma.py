@@ -198,13 +198,6 @@ GEMMA3 = replace(
     gguf_implied=partial(implied_scale, large=62),
 )
 # The larger ones also read images; kvik runs their text model.
-GEMMA3_IMAGES = replace(
-    GEMMA3,
-    name="Gemma3ForConditionalGeneration",
-    model_type="gemma3",
-    models="Gemma 3, text part of models that read images",
-    make=partial(Decoder, make_layer=Gemma3Layer, make_norm=norm_from_one),
-)
 # EmbeddingGemma (Vera et al. 2025), an encoder.
 EMBEDDING_GEMMA = replace(
     GEMMA3,

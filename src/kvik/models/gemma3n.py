@@ -242,9 +242,3 @@ GEMMA3N = replace(
     gguf=None,
 )
 # As published, with image and audio encoders.
-GEMMA3N_IMAGES = replace(
-    GEMMA3N,
-    name="Gemma3nForConditionalGeneration",
-    model_type="gemma3n",
-    models="Gemma 3n, text part of models that read images and sound",
-)

@@ -397,12 +397,6 @@ GEMMA4 = Architecture(
     gguf_extra=lambda spec: {CAP: spec.scales.logits_cap or 0.0},
 )
 # As published, with image encoders and, for the small ones, audio encoders.
-GEMMA4_IMAGES = replace(
-    GEMMA4,
-    name="Gemma4ForConditionalGeneration",
-    model_type="gemma4",
-    models="Gemma 4, text part of models that read images",
-)
 # The 12B, which reads patches of images and frames of sound without encoders.
 GEMMA4_UNIFIED = replace(
     GEMMA4,
@@ -417,10 +411,4 @@ GEMMA4_UNIFIED = replace(
         "sliding_window": 1024,
         "hidden_size_per_layer_input": 0,
     },
-)
-GEMMA4_UNIFIED_IMAGES = replace(
-    GEMMA4_UNIFIED,
-    name="Gemma4UnifiedForConditionalGeneration",
-    model_type="gemma4_unified",
-    models="Gemma 4 12B, text part of a model that reads images and sound",
 )

@@ -101,7 +101,6 @@ MISTRAL3_IMAGES = replace(
     name="Mistral3ForConditionalGeneration",
     model_type="mistral3",
     models="Mistral Small 3 and Ministral 3, text part of models that read images",
-    make=Decoder,
     inside_types={"mistral4": "Mistral4ForCausalLM"},
     defaults={
         "vocab_size": 32_000,

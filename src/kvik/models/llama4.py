@@ -130,6 +130,5 @@ LLAMA4_IMAGES = replace(
     name="Llama4ForConditionalGeneration",
     model_type="llama4",
     models="Llama 4, text part of models that read images",
-    make=partial(Decoder, make_layer=Llama4Layer),
     gguf=None,
 )

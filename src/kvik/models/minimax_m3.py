@@ -244,5 +244,4 @@ MINIMAX_M3_IMAGES = replace(
     name="MiniMaxM3SparseForConditionalGeneration",
     model_type="minimax_m3_vl",
     models="MiniMax-M3, text part of models that read images",
-    make=partial(Decoder, make_layer=make_layer, make_norm=make_norm),
 )

@@ -63,8 +63,8 @@ class ModelSpec(ModelFacts):
         """
         name = _architecture(Fields(config, where))
         arch = ARCHITECTURES[name]
-        defaults = arch.defaults
-        if config.get(TEXT) is not None:
+        defaults, with_encoders = arch.defaults, config.get(TEXT) is not None
+        if with_encoders:
             defaults = {**TEXT_DEFAULTS.get(name, {}), **defaults}
             config, where = text_config(config), f"{where} {TEXT}"
         named = {new: config[old] for old, new in arch.older.items() if config.get(old) is not None}
@@ -103,6 +103,7 @@ class ModelSpec(ModelFacts):
         eps = fields.number(eps_key, 0.0, 1.0, 1e-6 if rms_norm else 1e-5)
         spec = cls(
             architecture=name,
+            with_encoders=with_encoders,
             vocab_size=vocab,
             hidden_size=hidden,
             embedding_size=fields.integer(arch.keys[EMBEDDING_SIZE], 1, MAX_WIDTH, hidden)
@@ -420,19 +421,16 @@ def _architecture(fields: Fields) -> str:
             return arch.inside_types.get(str(of_text), name)
     if not names or names[0] in WITH_ENCODERS:
         text = fields.inside(TEXT)
-        inner = text.strings("architectures") if names else ()
+        inner = text.strings("architectures")
         if inner and inner[0] in ARCHITECTURES:
             return inner[0]
-        family = text.raw("model_type") if names else fields.raw("model_type")
-        if names and family is None:
-            family = WITH_ENCODERS[names[0]]
-        for name, arch in ARCHITECTURES.items():
-            if arch.model_type == family:
-                return name
+        kind = text.raw("model_type") or (WITH_ENCODERS[names[0]] if names else None)
+        for row in ARCHITECTURES.values():
+            if row.model_type == kind or (not names and row.model_type == fields.raw("model_type")):
+                return row.name
         if names:
-            raise text.error(
-                "model_type", f"must be of a model that runs here, not {shown(family)}"
-            )
+            reason = f"must be of a model that runs here, not {shown(kind)}"
+            raise text.error("model_type", reason)
     hint = did_you_mean(names[0], ARCHITECTURES) if names else ""
     named = shown(names[0]) if names else "nothing"
     reason = f"must name one that runs here, as `kvik models` lists them, not {named}"

@@ -280,12 +280,6 @@ QWEN3_5 = Architecture(
     },
 )
 # As published, with an image encoder.
-QWEN3_5_IMAGES = replace(
-    QWEN3_5,
-    name="Qwen3_5ForConditionalGeneration",
-    model_type="qwen3_5",
-    models="Qwen 3.5, dense, text part of models that read images",
-)
 EXPERTS_3_5 = partial(
     read_experts, router=normalised_router, shared_width="shared_expert_intermediate_size"
 )
@@ -307,12 +301,6 @@ QWEN3_5_MOE = replace(
         "shared_expert_intermediate_size": 512,
         "intermediate_size": 512,
     },
-)
-QWEN3_5_MOE_IMAGES = replace(
-    QWEN3_5_MOE,
-    name="Qwen3_5MoeForConditionalGeneration",
-    model_type="qwen3_5_moe",
-    models="Qwen 3.5 and 3.6 with experts, text part of models that read images",
 )
 # Qwen3-Next (Qwen team 2025).
 QWEN3_NEXT = replace(

@@ -136,15 +136,19 @@ def shape_from_config(config: Mapping[str, object], name: str) -> ModelShape:
     if fields.mapping("text_config") is None:
         return _shape(_architecture(fields), config, fields.where, fields, name)
     merged, outer = text_config(config), fields.strings("architectures")
+    usual = registry.WITH_ENCODERS.get(outer[0]) if outer else None
+    if usual is not None:
+        merged = {"model_type": usual, **merged}
     inside = Fields(merged, "config.json text_config")
     note = "only text_config is read: encoders of images or sound are not counted"
-    if outer and outer[0] in ARCHITECTURES:
-        shape = _shape(outer[0], config, fields.where, inside, name)
+    known = bool(outer) and outer[0] in ARCHITECTURES
+    architecture = outer[0] if known else _architecture(inside)
+    if known or (usual is not None and architecture in ARCHITECTURES):
+        shape = _shape(architecture, config, fields.where, inside, name)
         return replace(shape, notes=(note, *shape.notes))
-    shape = _shape(_architecture(inside), merged, inside.where, inside, name)
-    runs = shape.runs and bool(outer) and outer[0] in registry.WITH_ENCODERS
-    architecture = outer[0] if outer and not runs else shape.architecture
-    return replace(shape, architecture=architecture, runs=runs, notes=(note, *shape.notes))
+    shape = _shape(architecture, merged, inside.where, inside, name)
+    architecture = outer[0] if outer else shape.architecture
+    return replace(shape, architecture=architecture, runs=False, notes=(note, *shape.notes))
 
 
 def _shape(

@@ -109,6 +109,8 @@ class ModelFacts:
     token_types: int = 1  # token types (BERT's segments)
     pooling: PoolingSpec | None = None  # how it makes vectors or scores; None: its files do not say
     fallback: FallbackFacts | None = None  # set if transformers runs the model
+    # config.json also describes encoders of images or sound, which are not read.
+    with_encoders: bool = False
     predictor: PredictorSpec | None = None  # its head that drafts; None: none, or it is not used
 
     @cached_property
