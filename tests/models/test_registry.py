@@ -225,6 +225,7 @@ def test_a_tied_model_ignores_a_head_in_the_file(tmp_path: Path) -> None:
 
 # Values that kvik needs or that the defaults of transformers' classes contradict.
 NEEDED: dict[str, dict[str, Any]] = {
+    "Glm4vMoeForConditionalGeneration": {"head_dim": 128},
     "Glm4MoeForCausalLM": {"head_dim": 128},
     "BambaForCausalLM": {"attn_layer_indices": [9]},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 32},

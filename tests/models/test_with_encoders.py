@@ -35,7 +35,18 @@ DELTA: dict[str, object] = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
 }
+PARTS = {
+    "rope_parameters": {
+        **{"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        "mrope_section": [2, 1, 1],
+    },
+}
 TYPES: dict[str, dict[str, object]] = {
+    "glm4v_text": {**PARTS, "head_dim": 16},
+    "glm4v_moe_text": {
+        **{**PARTS, "head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2},
+        "moe_intermediate_size": 32,
+    },
     "cohere2": {"logit_scale": 1.0},  # transformers ignores it beside encoders
     "deepseek_v3": {
         **{"q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 16, "first_k_dense_replace": 1},
@@ -64,6 +75,8 @@ SHRUNK = {
 HEADS = "lm_head", "language_model.lm_head"
 MODELS = [
     *((name, "") for name in WITH_ENCODERS if "Gemma3n" not in name),  # it needs timm
+    ("Glm4vForConditionalGeneration", "glm4v_text"),
+    *(("Glm46VForConditionalGeneration", kind) for kind in ("glm4v_text", "glm4v_moe_text")),
     *((LLAVA, kind) for kind in ("mistral", "qwen2", "gemma", "qwen3_5_text")),
 ]
 
