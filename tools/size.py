@@ -30,7 +30,7 @@ BUDGETS = {
     "quantize": 3280,
     "server": 12200,
     "spec": 5440,
-    "text": 4230,
+    "text": 4260,
     "training": 640,
     "worker": 13010,
     "": 4880,

@@ -129,6 +129,15 @@ def test_text_parts_become_one_text(template: Make) -> None:
     assert messages[0]["content"] is parts
 
 
+def test_templates_that_read_parts_get_parts(template: Make) -> None:
+    loop = "{% for part in messages[0].content %}{{ part.text if part.type == 'text' }}{% endfor %}"
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    for content, expected in (("hi", "hi"), (parts, "a\nb"), ("", "")):
+        assert template(loop).render([{"role": "user", "content": content}]) == expected
+    either = "{% set c = messages[0].content %}{% if c is string %}{{ c }}{% else %}"
+    assert template(f"{either}{loop}!{{% endif %}}").render(USER) == USER[0]["content"]
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [

@@ -24,6 +24,7 @@ from kvik.text.limited_process import serve
 
 MAX_TEXT = 32 << 20  # characters of one rendered conversation
 MAX_MEMORY = 768 << 20
+PROBE = "text of a message"
 
 
 class TemplateSource(msgspec.Struct, frozen=True, array_like=True):
@@ -100,10 +101,36 @@ def strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def render(template: Template, data: bytes) -> Rendered:
-    """Render with the variables in one frame."""
+def reads_parts(template: Template, tokens: dict[str, str]) -> bool:
+    """Return whether a template writes only content that is a list of parts, as those of models
+    with encoders may."""
+    written = []
+    for content in (PROBE, in_parts(PROBE)):
+        messages = [{"role": "user", "content": content}]
+        try:
+            text = template.render(tokens, messages=messages, tools=None, documents=None)
+        except Exception:
+            text = ""
+        written.append(PROBE in text)
+    return written == [False, True]
+
+
+def in_parts(content: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}]
+
+
+def render(template: Template, data: bytes, parts: bool) -> Rendered:
+    """Render with the variables in one frame.
+
+    Args:
+        parts: see `reads_parts`.
+    """
     try:
-        text = template.render(msgspec.msgpack.decode(data))
+        names = msgspec.msgpack.decode(data)
+        for message in names["messages"] if parts else ():
+            if isinstance(message.get("content"), str):
+                message["content"] = in_parts(message["content"])
+        text = template.render(names)
         if len(text) > MAX_TEXT:
             raise TemplateError(f"their text has more than {MAX_TEXT} characters")
         text.encode()
@@ -124,12 +151,15 @@ def begin(first: bytes) -> Callable[[bytes], Rendered]:
     """Take the template in the first frame. Each later frame has the variables of one rendering."""
     source = msgspec.msgpack.decode(first, type=TemplateSource)
     template: Template | None = None
+    parts = False
 
     def answer(data: bytes) -> Rendered:
-        nonlocal template
+        nonlocal template, parts
         try:
-            template = template or compiled(source.source)
-            return render(template, data)
+            if template is None:
+                template = compiled(source.source)
+                parts = reads_parts(template, source.tokens)
+            return render(template, data, parts)
         except Exception as error:
             return failed("chat_template", "is not a valid template", error)
 
