@@ -11,7 +11,7 @@ import torch
 import transformers
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import tokens
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from kvik.errors import ModelError
 from kvik.models.model_spec import ModelSpec
@@ -132,6 +132,26 @@ def test_logits_for_text(name: str, kind: str, older: bool, tmp_path: Path) -> N
     ours = PagedModel(tmp_path)
     assert ours.spec.architecture in ARCHITECTURES
     torch.testing.assert_close(ours.logits(ids), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_the_weights_say_whether_the_head_is_the_embedding(stored: bool, tmp_path: Path) -> None:
+    """Where config.json and its text_config contradict each other."""
+    model = tiny_with_encoders(LLAVA, "")
+    if not stored:
+        model.lm_head.weight.data = model.model.language_model.embed_tokens.weight.data
+    save_with_encoders(model, LLAVA, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["tie_word_embeddings"] = False
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    if not stored:
+        tensors = load_file(tmp_path / "model.safetensors")
+        del tensors["lm_head.weight"]
+        save_file(tensors, tmp_path / "model.safetensors")
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([tokens(9)])).logits[0]
+    ours = PagedModel(tmp_path).logits(tokens(9))
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
 
 
 def test_the_kind_of_the_text_model_decides() -> None:

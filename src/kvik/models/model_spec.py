@@ -309,9 +309,12 @@ def read_config(folder: Path) -> dict[str, object]:
             "ignore": stored.raw("exclude_modules"),
             "kv_cache_scheme": stored.raw("kv_cache_quant_algo"),
         }
-    parts = Fields(config), Fields(Fields(config).mapping("text_config") or {})
-    if not any(key in part for part in parts for key in DTYPE):
+    text = Fields(Fields(config).mapping(TEXT) or {})
+    if not any(key in part for part in (Fields(config), text) for key in DTYPE):
         config["dtype"] = float_dtype(folder)
+    # One of the two is a class's default: the weights say which.
+    if config.get(TIED) is True and text.raw(TIED) is False:
+        config[TIED] = not any("lm_head." in name for name in tensor_names(folder))
     return with_layers_in_floats(config, tensor_names(folder))
 
 
@@ -425,9 +428,10 @@ def _architecture(fields: Fields) -> str:
         if inner and inner[0] in ARCHITECTURES:
             return inner[0]
         kind = text.raw("model_type") or (WITH_ENCODERS[names[0]] if names else None)
-        for row in ARCHITECTURES.values():
-            if row.model_type == kind or (not names and row.model_type == fields.raw("model_type")):
-                return row.name
+        for model_type in (None if names else fields.raw("model_type"), kind):
+            for row in ARCHITECTURES.values():
+                if row.model_type == model_type:
+                    return row.name
         if names:
             reason = f"must be of a model that runs here, not {shown(kind)}"
             raise text.error("model_type", reason)
