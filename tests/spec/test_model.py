@@ -440,7 +440,7 @@ def test_the_text_model_may_name_another_architecture() -> None:
     )
     assert spec.latent is not None
     text["model_type"] = "ministral3"
-    assert ModelSpec.from_config(whole).architecture == "Mistral3ForConditionalGeneration"
+    assert ModelSpec.from_config(whole).architecture == "Ministral3ForCausalLM"
 
 
 def test_every_architecture_is_read() -> None:

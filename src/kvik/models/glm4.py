@@ -91,23 +91,17 @@ GLM4_MOE = Architecture(
 GLM4V = replace(
     GLM4,
     name="Glm4vForConditionalGeneration",
-    model_type="glm4v",
+    model_type="glm4v_text",
     models="GLM-4.1V and 4.6V-Flash, text alone",
     qkv_bias=True,
     head_dim=None,
     defaults={"num_key_value_heads": 2, "rms_norm_eps": 1e-5},
     gguf=None,
 )
-GLM46V = replace(
-    GLM4V,
-    name="Glm46VForConditionalGeneration",
-    model_type="glm46v",
-    inside_types={"glm4v_moe_text": "Glm4vMoeForConditionalGeneration"},
-)
 GLM4V_MOE = replace(
     GLM4_MOE,
     name="Glm4vMoeForConditionalGeneration",
-    model_type="glm4v_moe",
+    model_type="glm4v_moe_text",
     models="GLM-4.5V and 4.6V, text alone",
     predictor=None,
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "attention_bias": True},

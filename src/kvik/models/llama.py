@@ -94,24 +94,6 @@ MINISTRAL3 = Architecture(
         },
     },
 )
-# Mistral Small 3.1 and later and Ministral 3 also read images; kvik runs their text model. Only
-# files of Ministral 3 stretch positions, and they say how.
-MISTRAL3_IMAGES = replace(
-    MINISTRAL3,
-    name="Mistral3ForConditionalGeneration",
-    model_type="mistral3",
-    models="Mistral Small 3 and Ministral 3, text part of models that read images",
-    inside_types={"mistral4": "Mistral4ForCausalLM"},
-    defaults={
-        "vocab_size": 32_000,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131_072,
-    },
-)
 
 
 def cwm_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:

@@ -61,7 +61,7 @@ class ModelSpec(ModelFacts):
         Raises:
             ModelError: the architecture is unknown, or a field is invalid; the message names it.
         """
-        name = _architecture(Fields(config, where))
+        name = architecture_of(Fields(config, where))
         arch = ARCHITECTURES[name]
         defaults, with_encoders = arch.defaults, config.get(TEXT) is not None
         if with_encoders:
@@ -415,32 +415,36 @@ _RENAMED = (
 )
 
 
-def _architecture(fields: Fields) -> str:
-    names = fields.strings("architectures")
-    for name in names:
+def architecture_of(fields: Fields) -> str:
+    """Return the architecture of a config.json: that of the text model, if there are encoders.
+
+    Raises:
+        ModelError: it does not run here.
+    """
+    names, text = fields.strings("architectures"), fields.inside(TEXT)
+    usual = WITH_ENCODERS.get(names[0]) if names else None
+    if usual is not None:
+        kind = text.raw("model_type") or usual
+        for name in (_of_type(kind), *text.strings("architectures")):
+            if name in ARCHITECTURES:
+                return name
+        raise text.error("model_type", f"must be of a model that runs here, not {shown(kind)}")
+    kinds = () if names else (fields.raw("model_type"), text.raw("model_type"))
+    for name in (*names, *map(_of_type, kinds)):
         if name in ARCHITECTURES:
-            arch = ARCHITECTURES[name]
-            of_text = fields.inside(TEXT).raw("model_type") if arch.inside_types else None
-            return arch.inside_types.get(str(of_text), name)
-    if not names or names[0] in WITH_ENCODERS:
-        text = fields.inside(TEXT)
-        inner = text.strings("architectures")
-        if inner and inner[0] in ARCHITECTURES:
-            return inner[0]
-        kind = text.raw("model_type") or (WITH_ENCODERS[names[0]] if names else None)
-        for model_type in (None if names else fields.raw("model_type"), kind):
-            for row in ARCHITECTURES.values():
-                if row.model_type == model_type:
-                    return row.name
-        if names:
-            reason = f"must be of a model that runs here, not {shown(kind)}"
-            raise text.error("model_type", reason)
+            return name
     hint = did_you_mean(names[0], ARCHITECTURES) if names else ""
     named = shown(names[0]) if names else "nothing"
     reason = f"must name one that runs here, as `kvik models` lists them, not {named}"
     if names:
         reason += "; fallback=transformers runs others"
     raise fields.error("architectures", f"{reason}; {hint}" if hint else reason)
+
+
+def _of_type(model_type: object) -> str:
+    """Return the first architecture of a `model_type`; "": there is none."""
+    rows = ARCHITECTURES.values()
+    return next((row.name for row in rows if row.model_type == model_type), "")
 
 
 def _head_dim(fields: Fields, hidden: int, heads: int, arch: Architecture, heads_key: str) -> int:

@@ -168,7 +168,7 @@ def _split(work: Work, shape: ModelShape, at: Setting) -> tuple[StepTotals, Step
             weight_bytes=steps * weights,
             kv_bytes=read + rows * shape.kv_bytes_per_token(at.kv_format) + states,
             state_bytes=states,
-            flops=flops + rows * sum(shape.state_flops.values()),
+            flops=flops + rows * shape.state_flops.total(),
         )
 
     logits = min(decode_rows, work.logit_rows)

@@ -7,6 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.resources import files
@@ -21,7 +22,14 @@ from kvik.gguf.facts import METHOD, gguf_model_spec, model_config, usual_bits
 from kvik.gguf.reader import GgufFile, read_gguf
 from kvik.models import registry
 from kvik.models.deepseek import DEEPSEEK3
-from kvik.models.model_spec import DTYPE, ModelSpec, dtype_of, read_config, text_config
+from kvik.models.model_spec import (
+    DTYPE,
+    ModelSpec,
+    architecture_of,
+    dtype_of,
+    read_config,
+    text_config,
+)
 from kvik.models.qwen3 import QWEN3, QWEN3_MOE
 from kvik.planner.formats import weight_facts, weight_format
 from kvik.planner.shape import LayerShape, MatrixGroup, ModelShape, changed_layers
@@ -136,17 +144,15 @@ def shape_from_config(config: Mapping[str, object], name: str) -> ModelShape:
     if fields.mapping("text_config") is None:
         return _shape(_architecture(fields), config, fields.where, fields, name)
     merged, outer = text_config(config), fields.strings("architectures")
-    usual = registry.WITH_ENCODERS.get(outer[0]) if outer else None
-    if usual is not None:
-        merged = {"model_type": usual, **merged}
     inside = Fields(merged, "config.json text_config")
     note = "only text_config is read: encoders of images or sound are not counted"
-    known = bool(outer) and outer[0] in ARCHITECTURES
-    architecture = outer[0] if known else _architecture(inside)
-    if known or (usual is not None and architecture in ARCHITECTURES):
-        shape = _shape(architecture, config, fields.where, inside, name)
+    runs = None
+    with suppress(ModelError):
+        runs = architecture_of(fields)
+    if runs in ARCHITECTURES:
+        shape = _shape(runs, config, fields.where, inside, name)
         return replace(shape, notes=(note, *shape.notes))
-    shape = _shape(architecture, merged, inside.where, inside, name)
+    shape = _shape(_architecture(inside), merged, inside.where, inside, name)
     architecture = outer[0] if outer else shape.architecture
     return replace(shape, architecture=architecture, runs=False, notes=(note, *shape.notes))
 

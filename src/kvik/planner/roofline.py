@@ -396,7 +396,7 @@ class _Work:
         tokens."""
         shape, runs = self.shape, self.step.runs
         num_bytes = float(sum(n * shape.state_traffic(cached) for n, _, cached in runs))
-        flops = float(self.step.rows * sum(shape.state_flops.values()))
+        flops = float(self.step.rows * shape.state_flops.total())
         computing = flops / self.at.device.rate("fp32") if flops else 0.0
         measured, expected = self.at.device.calibration, 0.0
         further = self.step.rows - self.step.sequences

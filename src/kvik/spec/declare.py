@@ -157,8 +157,6 @@ class Architecture:
     keys: Mapping[str, str] = field(default_factory=dict)
     # Older name of a config.json key -> its present name.
     older: Mapping[str, str] = field(default_factory=dict)
-    # `model_type` in `text_config` -> another architecture, which it names.
-    inside_types: Mapping[str, str] = field(default_factory=dict)
     # Keys with the only supported value; another value would change the arithmetic.
     fixed: Mapping[str, bool] = field(default_factory=dict)
     # `general.architecture` of its GGUF files; None: none exist, and the facts about such files are
@@ -213,6 +211,7 @@ class Architecture:
         return self.make(spec, builder.at("", TEXT_MODEL, ""))
 
 
+# Scopes of encoders, and of what joins them to the text model.
 ENCODERS = (
     *("vision_tower", "vision_model", "visual", "multi_modal_projector", "vision_embed_tokens"),
     *("audio_tower", "embed_vision", "embed_audio", "vision_embedder", "mm_projector", "connector"),
