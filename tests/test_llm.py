@@ -404,7 +404,7 @@ def test_engines_of_one_process_keep_their_own_threads():
         found = []
         for llm in (one, other, one):
             llm.generate([[5]], GREEDY)
-            found.append(llm._engine.ask(torch.get_num_threads))
+            found.append(llm._engine.ask(lambda loop: torch.get_num_threads()))
         assert found == [2, 1, 2]
 
 
@@ -414,7 +414,7 @@ def test_torch_has_one_thread_with_native_kernels():
         assert llm.stats().threads is None
         llm.generate([[5]], GREEDY)
         assert llm.stats().threads == 3
-        assert llm._engine.ask(torch.get_num_threads) == 1
+        assert llm._engine.ask(lambda loop: torch.get_num_threads()) == 1
 
 
 def test_progress_is_shown_on_request(llm, capfd):

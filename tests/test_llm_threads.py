@@ -12,12 +12,15 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from helpers.faults import raising
 from helpers.http_server import until
+from helpers.served_engine import tiny_config
 
-from kvik import LLM, ParamError, SamplingParams
+from kvik import LLM, ModelError, ParamError, SamplingParams
+from kvik.config.config import ResolvedConfig
 from kvik.engine.loop import Engine
 from kvik.engine.thread import EngineThread
 
@@ -97,7 +100,7 @@ def test_calls_of_many_threads_share_their_steps(llm: LLM) -> None:
     before = llm.stats().steps
     engine, held = llm._engine, threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(engine.ask, lambda: (held.set(), until(lambda: len(engine._posted) == 6)))
+        pool.submit(engine.ask, lambda loop: (held.set(), until(lambda: len(engine._posted) == 6)))
         held.wait(60)
         in_threads(lambda i: llm.generate(PROMPTS[i], KINDS[0].with_changes(max_tokens=200)), 6)
     assert llm.stats().steps - before < 3 * alone
@@ -129,7 +132,7 @@ def test_ctrl_c_while_the_thread_starts_ends_it(
 ) -> None:
     began, ended, start = threading.Event(), threading.Event(), threading.Thread.start
 
-    def load() -> Engine:
+    def load(resolved: ResolvedConfig) -> Engine:
         began.set()
         try:
             for _ in range(1000):
@@ -145,7 +148,7 @@ def test_ctrl_c_while_the_thread_starts_ends_it(
 
     monkeypatch.setattr(threading.Thread, "start", start_and_interrupt)
     with pytest.raises(KeyboardInterrupt):
-        EngineThread(load)
+        EngineThread(load, tiny_config())
     assert ended.is_set()
 
 
@@ -212,6 +215,59 @@ def test_an_unreferenced_engine_ends() -> None:
     gc.collect()
     assert gone() is None
     assert set(threading.enumerate()) <= before
+
+
+def test_an_engine_that_sleeps_is_freed_and_the_next_call_loads_it() -> None:
+    with LLM(**CONFIG, threads=2) as llm:
+        right = texts(llm.generate(PROMPTS, KINDS[0]))
+        executor = weakref.ref(llm._loop.executor)
+        with llm.stream("Once", KINDS[0].with_changes(max_tokens=200)) as stream:
+            next(stream)
+            with pytest.raises(RuntimeError, match="cannot sleep"):
+                llm.sleep()
+        for wake in (llm.wake_up, llm.stats, llm.reset_prefix_cache):
+            llm.sleep()
+            llm.sleep()
+            assert llm.is_sleeping and executor() is None
+            wake()
+            assert not llm.is_sleeping
+        llm.sleep()
+        answers = in_threads(lambda i: texts(llm.generate(PROMPTS, KINDS[0])), 4)
+        assert answers == [right] * 4
+        assert llm.stats().num_running == 0
+        llm.sleep()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.wake_up()
+
+
+def test_an_engine_that_cannot_be_loaded_again_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(**CONFIG, threads=2) as llm:
+        llm.sleep()
+        with monkeypatch.context() as patch:
+            patch.setattr(llm._engine, "_load", raising(ModelError("model", "is gone")))
+            for call in (llm.wake_up, partial(llm.generate, "Once", KINDS[0])):
+                with pytest.raises(ModelError, match="is gone"):
+                    call()
+        assert llm.generate("Once", KINDS[0])[0].num_output_tokens
+
+
+def test_closing_ends_an_engine_while_it_is_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = threading.Event()
+
+    def load(resolved: ResolvedConfig) -> Engine:
+        began.set()
+        while True:
+            time.sleep(0.01)
+
+    llm = LLM(**CONFIG, threads=2)
+    llm.sleep()
+    monkeypatch.setattr(llm._engine, "_load", load)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(llm.generate, "Once", KINDS[0])
+        began.wait(60)
+        llm.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            waiting.result(60)
 
 
 @pytest.mark.full

@@ -405,6 +405,20 @@ async def test_a_restarted_engine_has_the_current_ones(
             await tokens_of(engine, "one")
         await engine.load_adapter("one", folders["three"])
         assert await tokens_of(engine, "one") == expected["three"][0]
+        await engine.sleep()
+        assert await tokens_of(engine, "one") == expected["three"][0]
+
+
+def test_an_engine_that_has_slept_has_the_current_ones(
+    folders: dict[str, Path], expected: Any
+) -> None:
+    with LLM(**OPTIONS, adapters={"one": folders["one"]}) as llm:
+        llm.load_adapter("two", folders["two"])
+        llm.unload_adapter("one")
+        llm.sleep()
+        assert bits(answer(llm, "two"))[0] == expected["two"][0]
+        with pytest.raises(ParamError, match="adapter"):
+            answer(llm, "one")
 
 
 @pytest.mark.full

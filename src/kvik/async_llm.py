@@ -165,6 +165,19 @@ class AsyncLLM:
         self._check_loop()
         return await self.client.reset_prefix_cache()
 
+    async def sleep(self) -> None:
+        """Free the model and its cache until `wake_up` or the next request, which loads them again.
+
+        Raises:
+            UnavailableError: the engine has requests, or is not ready.
+        """
+        self._check_loop()
+        await self.client.sleep()
+
+    async def wake_up(self) -> None:
+        """Load the model again if it sleeps, and wait until it accepts requests. See `start`."""
+        await self.start()
+
     async def load_adapter(self, name: str, path: str | PathLike[str]) -> None:
         """Load a LoRA adapter in all engines, or in none; see `LLM.load_adapter`."""
         await self.start()

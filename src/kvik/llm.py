@@ -22,6 +22,8 @@ from kvik.config.synonyms import SYNONYMS, translated
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.structured import JsonSchema
 from kvik.core.types import SCORE, EngineRequest
+from kvik.engine.core import check_request
+from kvik.engine.loop import EngineLoop
 from kvik.engine.output import (
     EmbeddingOutput,
     RequestOutput,
@@ -186,10 +188,9 @@ class LLM:
 
     def __init__(self, model: str | PathLike[str] = "", **config: Any) -> None:
         self.resolved: ResolvedConfig = resolve_config(engine_config(model, config))
-        self._engine = EngineThread(partial(start, self.resolved))
+        self._engine = EngineThread(start, self.resolved)
         finalize(self, self._engine.close)  # when the program ends or forgets it
         self.default_params: SamplingParams = self._engine.engine.default_params
-        self._loop = self._engine.engine.loop
         self._tokenizer = self._engine.engine.tokenizer
         self._chat_template: ChatTemplate | None = None
         self._grammar_check: GrammarCheck | None = None
@@ -410,12 +411,12 @@ class LLM:
         return self._chat_template.render(messages)
 
     def stats(self) -> EngineStats:
-        return self._engine.ask(self._loop.stats)
+        return self._engine.ask(EngineLoop.stats)
 
     def reset_prefix_cache(self) -> int:
         """Drop all cached prefixes; running requests continue. Returns the number of blocks that
         held one."""
-        return self._engine.ask(self._loop.reset_prefix_cache)
+        return self._engine.ask(EngineLoop.reset_prefix_cache)
 
     def load_adapter(self, name: str, path: str | PathLike[str]) -> None:
         """Load a LoRA adapter, a folder or hub id, between two steps: requests may choose it as
@@ -424,8 +425,8 @@ class LLM:
         Raises:
             KvikError: it cannot be loaded; nothing has changed.
         """
-        self._engine.ask(partial(self._loop.load_adapter, read_adapter(name, fspath(path))))
-        self.resolved = self._loop.core.config
+        adapter = read_adapter(name, fspath(path))
+        self._change(lambda loop: loop.load_adapter(adapter))
 
     def unload_adapter(self, name: str) -> None:
         """Refuse requests for an adapter from now on. Those that the engine has are finished, and
@@ -434,8 +435,25 @@ class LLM:
         Raises:
             ParamError: there is no such adapter.
         """
-        self._engine.ask(partial(self._loop.unload_adapter, name))
-        self.resolved = self._loop.core.config
+        self._change(lambda loop: loop.unload_adapter(name))
+
+    def sleep(self) -> None:
+        """Free the model and its cache until the next call, or `wake_up`, which loads them again.
+
+        The weights are read again, so that those written to the model's folder meanwhile are used.
+
+        Raises:
+            RuntimeError: a call has not ended.
+        """
+        self._engine.sleep()
+
+    def wake_up(self) -> None:
+        """Load the model again, if it sleeps."""
+        self._engine.ask(lambda loop: None)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._engine.is_sleeping
 
     def close(self) -> None:
         """Free the model and its cache; a closed LLM cannot be used again. Pending calls in other
@@ -457,6 +475,15 @@ class LLM:
         return f"<LLM {runner.model_path!r}, {runner.dtype} on {runner.device}>"
 
     # -- inside ----------------------------------------------------------------------------------
+
+    @property
+    def _loop(self) -> EngineLoop:
+        return self._engine.engine.loop
+
+    def _change(self, change: Callable[[EngineLoop], object]) -> None:
+        """Change the adapters of the engine."""
+        self._engine.ask(change)
+        self.resolved = self._engine.ask(lambda loop: loop.core.config)
 
     def _score_pairs(
         self,
@@ -497,7 +524,7 @@ class LLM:
         ]
         for index, request in enumerate(requests):
             with one_of(requests, index):
-                self._loop.core.check(request)
+                check_request(self.resolved, request)
         return self._collect(prompts, requests, progress)
 
     def _request(
@@ -517,7 +544,7 @@ class LLM:
         params = self._checked(params)
         name = f"llm-{next(self._serial)}"
         request = engine_request(name, ids, params, self._tokenizer, priority=priority)
-        self._loop.core.check(request)
+        check_request(self.resolved, request)
         return request
 
     def _checked(self, params: SamplingParams) -> SamplingParams:

@@ -25,7 +25,7 @@ from kvik.config.model_source import BUNDLED
 from kvik.config.server_config import ServerConfig
 from kvik.server.server import model_names
 
-MAX_FLAGS = 54
+MAX_FLAGS = 55
 MODELS = (BUNDLED, BUNDLED.parent / "stories-draft")
 
 

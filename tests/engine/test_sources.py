@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,33 @@ async def test_a_process_that_dies_is_replaced(loop_factory):
         assert (await rig.ended("c")).finish_reason is FinishReason.LENGTH
         assert (await rig.client.stats()).delivered_tokens == 5
     assert sum(d.finish_reason is FinishReason.ERROR for d in rig.deltas) == 2
+
+
+async def test_an_engine_that_sleeps_has_no_process_until_a_request_comes():
+    async with supervised() as rig:
+        with pytest.raises(UnavailableError, match="being started"):
+            await rig.client.sleep()
+        await rig.until(EngineState.READY)
+        rig.client.add(request("a"))
+        with pytest.raises(UnavailableError, match="cannot sleep while it has requests"):
+            await rig.client.sleep()
+        await rig.ended("a")
+        pid = rig.supervisor.pid
+        sleeping = asyncio.ensure_future(rig.client.sleep())
+        await rig.until(EngineState.ASLEEP)
+        rig.client.add(request("b"))  # while the process ends
+        rig.client.add(replace(request("c"), deadline=time.monotonic()))
+        await sleeping
+        assert not exists(pid)
+        assert (await rig.ended("b")).finish_reason is FinishReason.LENGTH
+        assert (await rig.ended("c")).finish_reason is FinishReason.DEADLINE
+        assert (await rig.client.stats()).delivered_tokens == 10
+        await rig.client.sleep()
+        assert rig.client.accepts
+        await rig.client.reset_prefix_cache()
+        assert (rig.client.state, rig.client.num_starts) == (EngineState.READY, 3)
+        await rig.client.sleep()
+        rig.client.add(request("d"))  # ends with the client
 
 
 async def test_waiting_requests_are_served_by_the_next_engine():

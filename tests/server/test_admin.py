@@ -13,7 +13,7 @@ from helpers.http_server import HttpServer, ask, http_server
 
 from kvik.config.server_config import ServerConfig
 from kvik.engine.remote import EngineState
-from kvik.errors import ParamError
+from kvik.errors import ParamError, UnavailableError
 from kvik.server.access import read_keys
 from kvik.server.admin import make_admin_app
 from kvik.server.server import Server
@@ -35,6 +35,18 @@ class Stubs:
 
     async def reset_prefix_cache(self) -> int:
         return 7
+
+    @property
+    def accepts(self) -> bool:
+        return self.state in (EngineState.READY, EngineState.ASLEEP)
+
+    async def sleep(self) -> None:
+        if self.live:
+            raise UnavailableError("engine", "cannot sleep")
+        self.state = EngineState.ASLEEP
+
+    async def ready(self) -> None:
+        self.state = EngineState.READY
 
     async def stats(self) -> dict[str, int]:
         return {"steps": 3}
@@ -70,6 +82,8 @@ PATHS = [
     "/admin/abort",
     "/admin/reset_prefix_cache",
     "/admin/drain",
+    "/admin/sleep",
+    "/wake_up",
     "/admin/stats",
 ]
 
@@ -89,6 +103,20 @@ def test_the_actions_of_an_administrator(server: HttpServer, parts: Server) -> N
     assert (reply.status, reply.error["code"]) == (404, "request_not_found")
     assert ask(server, "POST", "/admin/reset_prefix_cache", {}, **ADMIN).json == {"num_blocks": 7}
     assert ask(server, "GET", "/admin/stats", **ADMIN).json == {"steps": 3}
+
+
+def test_sleep(server: HttpServer, parts: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By kvik's paths, and by vLLM's with a query and without a body."""
+    refused = ask(server, "POST", "/admin/sleep", **ADMIN)
+    assert (refused.status, refused.error["message"]) == (503, "engine: cannot sleep")
+    monkeypatch.setattr(parts.engine, "live", set())
+    for prefix, query in (("/admin", ""), ("", "?level=2")):
+        assert ask(server, "POST", f"{prefix}/sleep{query}", **ADMIN).status == 200
+        found = ask(server, "GET", f"{prefix}/is_sleeping", **ADMIN)
+        assert found.json == {"is_sleeping": True}
+        assert ask(server, "GET", "/health").status == 200
+        assert ask(server, "POST", f"{prefix}/wake_up", **ADMIN).status == 200
+        assert parts.engine.state is EngineState.READY
 
 
 def test_draining_one_replica(server: HttpServer) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 from helpers.http_server import Listening, Reply, ask, until
 from helpers.raw_http import connect, post, read_all, read_until
 from helpers.served_engine import FakeExecutor
-from helpers.server_process import ServerProcess, server_process
+from helpers.server_process import ServerProcess, gone, server_process
 from helpers.serving import served
 from helpers.story_site import Site, site_fixture
 
@@ -223,6 +224,20 @@ def test_an_engine_is_replaced_though_the_folder_of_the_server_was_deleted(
         until(lambda: server.metrics()["engine_starts_total"] == 2)
         server.wait_ready()
         assert said(server) == text
+
+
+@linux
+@pytest.mark.full
+def test_an_idle_engine_ends_and_requests_start_it_again() -> None:
+    with server_process(*SIZES, "--sleep-after", "0.2") as server:
+        for starts in (1, 2):
+            text, pid = said(server), server.engine_pid
+            until(lambda: b'sleep_state="discard_all"} 1' in server.get("/metrics")[1])
+            until(partial(gone, pid))
+            assert server.metrics()["engine_starts_total"] == starts
+            assert ask(server, "GET", "/ready").status == 200
+            with ThreadPoolExecutor(4) as pool:
+                assert set(pool.map(said, [server] * 4)) == {text}
 
 
 @linux

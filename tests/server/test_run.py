@@ -33,6 +33,11 @@ class Engine:
     reason = "is being loaded"
     refusal = ""
     closed = False
+    idle_seconds = 0.0
+
+    @property
+    def accepts(self) -> bool:
+        return self.state is EngineState.READY
 
     def start(self, sink: object) -> None: ...
 

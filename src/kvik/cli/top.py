@@ -32,7 +32,10 @@ MAX_ROWS, MAX_SHOWN_WAITING = 40, 8  # requests
 BAR_WIDTH = 24  # characters: the line of a request then fits into 80
 LEVELS = " ▁▂▃▄▅▆▇█"
 SPANS = (("queued", "░", "yellow"), ("prefill", "▒", "cyan"), ("decode", "█", "green"))
-STYLES = {"ready": "bold green", "starting": "bold yellow", "restarting": "bold yellow"}
+STYLES = {
+    "ready": "bold green",
+    **dict.fromkeys(("starting", "restarting", "asleep"), "bold yellow"),
+}
 
 
 def picture(frame: Frame, width: int, rows: int = MAX_ROWS, trouble: str = "") -> RenderableType:

@@ -114,6 +114,12 @@ class ServerConfig:
     request_timeout: float = option(
         600.0, Number(0, MAX_SECONDS, above=True), "seconds that a request may take in total"
     )
+    sleep_after: float | None = option(
+        None,
+        Number(0, MAX_SECONDS, above=True),
+        "seconds without requests after which the engine frees its memory; the next request starts "
+        "it again, and waits; none: it stays loaded",
+    )
     cors_origin: tuple[str, ...] = option(
         (),
         TextList(ORIGIN),
@@ -159,5 +165,7 @@ def check_server_config(config: ServerConfig) -> None:
     normalised(config, ConfigError)
     if config.admin_port and config.admin_port == config.port:
         raise ConfigError("admin_port", "must differ from port")
+    if config.sleep_after is not None and config.record is not None:
+        raise ConfigError("sleep_after", "cannot be given with record, which records one engine")
     if config.ssl_keyfile is not None and config.ssl_certfile is None:
         raise ConfigError("ssl_keyfile", "needs the certificate of the key: --ssl-certfile FILE")

@@ -3,6 +3,7 @@
 With several, each request goes where the caches make it cheapest; prompts are tokenised and hashed
 here, so hits are exact. If an engine is lost, its requests end with an error that names it; those
 of which nothing was delivered are sent again: to another engine, or to the next one that is ready.
+Engines that sleep hold no memory; the next request starts them again, and waits.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -36,11 +37,13 @@ ORDER = (
     EngineState.STALLED,
     EngineState.RESTARTING,
     EngineState.STARTING,
+    EngineState.ASLEEP,
     EngineState.FAILED,
     EngineState.CLOSED,
 )
 LAST_STATES = (EngineState.FAILED, EngineState.CLOSED)  # no engine follows
 CLOSED = "the engine was closed"
+ASLEEP = "the engine sleeps until a request arrives"
 UNLOADED = "its adapter was unloaded before another replica continued it"
 
 log = logging.getLogger(__name__)
@@ -85,7 +88,9 @@ class EngineClient:
         self._crediting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
-        self._changing = asyncio.Lock()  # the adapters
+        self._changing = asyncio.Lock()  # the adapters, or whether the engines sleep
+        self._wakes = False  # the engines sleep, or have been started again and are not yet ready
+        self._last_used = time.monotonic()
 
     # -- for the server --------------------------------------------------------------------------
 
@@ -112,6 +117,16 @@ class EngineClient:
     def num_unfinished(self) -> int:
         return sum(link.num_unfinished for link in self.links) + len(self._waiting)
 
+    @property
+    def accepts(self) -> bool:
+        """Whether requests may be added: an engine is ready, or they wait until it has woken."""
+        return self._wakes or self.state is EngineState.READY
+
+    @property
+    def idle_seconds(self) -> float:
+        """How long the engines have had no requests."""
+        return 0.0 if self.num_unfinished else time.monotonic() - self._last_used
+
     def start(self, sink: Sink) -> None:
         """Begin to start all engines; call this once, in the event loop."""
         self.add_sink(sink)
@@ -125,7 +140,9 @@ class EngineClient:
         self._sinks.append(sink)
 
     async def ready(self) -> None:
-        """Wait until an engine takes requests; raise UnavailableError if none ever will."""
+        """Wait until an engine takes requests, and wake those that sleep; raise UnavailableError if
+        none ever will."""
+        self.wake()
         while (state := self.state) is not EngineState.READY:
             if state in LAST_STATES:
                 raise UnavailableError("engine", self.reason)
@@ -139,6 +156,7 @@ class EngineClient:
 
     def add(self, request: EngineRequest) -> None:
         """Send a request that passed `check`, with several engines to the one with the lowest cost.
+        It waits if the engines sleep, and wakes them.
 
         Raises:
             ParamError: its id is in use, or it cannot be encoded.
@@ -146,7 +164,14 @@ class EngineClient:
         """
         self._check_id(request)
         adapter, now = self._adapter_of(request), time.monotonic()
-        self._send(SentRequest(request, self._hashes(request), now, adapter))
+        sent = SentRequest(request, self._hashes(request), now, adapter)
+        self._last_used = now
+        if self._wakes:
+            sent.sends = 0
+            self._keep(sent)
+            self.wake()
+        else:
+            self._send(sent)
 
     def end(
         self,
@@ -251,6 +276,8 @@ class EngineClient:
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes, pinned ones included; requests continue. Returns the number
         of block contents that were forgotten. Raises as `live`."""
+        if self._wakes:  # a disk may have some
+            await self.ready()
         ready = [link for link in self.links if link.state is EngineState.READY]
         if not ready:
             raise UnavailableError("engine", self.reason)
@@ -263,6 +290,8 @@ class EngineClient:
         Raises:
             KvikError: one cannot load it, or is not ready all the time.
         """
+        if self._wakes:
+            await self.ready()
         async with self._changing:
             check_new_adapter(self.config, name)
             adapter = await asyncio.to_thread(read_adapter, name, path)
@@ -284,6 +313,34 @@ class EngineClient:
             # An engine that does not answer does so at the next change.
             changes = (link.set_adapters(adapters) for link in self.links)
             await asyncio.gather(*changes, return_exceptions=True)
+
+    async def sleep(self) -> None:
+        """End all engines, which frees their memory, until `wake` or the next request. Prefixes
+        cached in memory are forgotten. Does nothing if they sleep.
+
+        Raises:
+            UnavailableError: one has requests, or is not ready.
+        """
+        async with self._changing:
+            if self.state is EngineState.ASLEEP:
+                return
+            await self.stats()  # the last known ones are kept
+            self._check_ready(self.num_starts)
+            if count := self.num_unfinished:
+                raise UnavailableError("engine", f"cannot sleep while it has requests ({count})")
+            for link in self.links:
+                link.disconnect(EngineState.ASLEEP, ASLEEP)
+            self._wakes = True
+            log.info("the engine sleeps: its memory is freed until a request arrives")
+            await asyncio.gather(*(link.source.close() for link in self.links))
+
+    def wake(self) -> None:
+        """Begin to start engines that sleep; `ready` waits for that."""
+        if self.state is EngineState.ASLEEP:
+            for link in self.links:
+                link.set_state(EngineState.STARTING, "the engine is being woken")
+            log.info("the engine is started again after its sleep")
+            self._do(self._start_again())
 
     def _check_ready(self, starts: int) -> None:
         """Raise UnavailableError unless all engines are ready, and none has started since."""
@@ -332,6 +389,7 @@ class EngineClient:
                 if not sent.indexes:
                     del link.requests[delta.request_id]
                     self._router.ended(delta.request_id, now)
+                    self._last_used = now
                 elif sent.handed:
                     leaving[delta.request_id] = sent
         self._give(passed_on)
@@ -355,6 +413,9 @@ class EngineClient:
 
     def state_changed(self, link: EngineLink) -> None:
         """Note that an engine has another state, or is drained."""
+        if self.state not in (EngineState.ASLEEP, EngineState.STARTING):
+            self._wakes = False
+            self._last_used = time.monotonic()
         ready = link.state is EngineState.READY
         self._router.set_available(link.number, ready and link.number not in self._draining)
         if not ready and link.state is not EngineState.STALLED:
@@ -368,11 +429,21 @@ class EngineClient:
         """Process a report of an engine."""
         self._served[link.number].update(report.served)
         if not self._router.report(link.number, report):
-            task = asyncio.get_running_loop().create_task(_ask_all(link))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._do(_ask_all(link))
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _do(self, work: Coroutine[None, None, None]) -> None:
+        """Run a coroutine as a task."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _start_again(self) -> None:
+        """Start the engines once those before them have ended."""
+        async with self._changing:
+            for link in self.links if not self._closing else ():
+                link.start()
 
     def _check_id(self, request: EngineRequest) -> None:
         name = request.request_id
@@ -438,6 +509,9 @@ class EngineClient:
                 self._fail(sent, self.reason)
             else:
                 self._keep(sent)
+            return
+        except ParamError as error:  # a request that waited from the start was not encoded before
+            self._fail(sent, str(error))
             return
         sent.sends += 1
         for index in set(range(sent.n)) - sent.indexes:  # ended while it waited

@@ -53,6 +53,7 @@ class EngineState(StrEnum):
     READY = "ready"
     STALLED = "stalled"  # it has work but makes no progress
     RESTARTING = "restarting"  # it crashed, and is being loaded again
+    ASLEEP = "asleep"  # it was ended to free its memory; a request starts it again
     FAILED = "failed"  # it cannot be started, or crashes repeatedly
     CLOSED = "closed"
 
@@ -61,7 +62,7 @@ class EngineSource(Protocol):
     """Connects an engine to a link, and the next engine when one is lost."""
 
     def start(self, link: EngineLink) -> None:
-        """Connect an engine soon, by `link.connect`."""
+        """Connect an engine soon, by `link.connect`; after `close`, a new one."""
         ...
 
     def set_adapters(self, adapters: tuple[Adapter, ...]) -> None:
@@ -198,7 +199,7 @@ class EngineLink:
     # -- for the owner ---------------------------------------------------------------------------
 
     def start(self) -> None:
-        self.reason = "the engine is being started"
+        self.set_state(EngineState.STARTING, "the engine is being started")
         self.source.start(self)
 
     def add(self, sent: SentRequest, *, again: bool = False) -> None:

@@ -8,6 +8,7 @@ waiting at once, without interrupting a step.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import os
 import sys
@@ -19,8 +20,9 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeVar
 
+from kvik.config.config import ResolvedConfig
 from kvik.core.types import EngineRequest, FinishReason
-from kvik.engine.loop import Engine
+from kvik.engine.loop import Engine, EngineLoop
 from kvik.engine.output import OutputProcessor, RequestOutput, TextDelta
 from kvik.errors import GroupLost
 from kvik.interrupts import deferred_interrupt
@@ -75,13 +77,16 @@ class EngineThread:
 
     Args:
         load: makes the engine, in the thread, since some of what it sets is per thread (torch's
-            number of threads, the current GPU).
+            number of threads, the current GPU); again, after `sleep`, with its last settings.
 
     Raises:
         BaseException: what `load` raises.
     """
 
-    def __init__(self, load: Callable[[], Engine]) -> None:
+    def __init__(self, load: Callable[[ResolvedConfig], Engine], resolved: ResolvedConfig) -> None:
+        self._load = load
+        self._resolved = resolved
+        self._loading = False
         self._process = os.getpid()
         self._lock = threading.RLock()  # a signal handler may post while its thread does
         self._posted: deque[Callable[[], None]] = deque()
@@ -90,9 +95,10 @@ class EngineThread:
         self._calls: list[Call] = []
         self._unsent: deque[Call] = deque()  # round robin; empty ones are removed late
         self._owner: dict[str, Call] = {}  # by id of sent requests
-        loaded: SimpleQueue[Engine | BaseException] = SimpleQueue()
+        self._engine: Engine | None = None  # while it sleeps
+        loaded: SimpleQueue[BaseException | None] = SimpleQueue()
         self._thread = threading.Thread(
-            target=self._main, args=(load, loaded), name="kvik-engine", daemon=True
+            target=self._main, args=(loaded,), name="kvik-engine", daemon=True
         )
         try:
             with deferred_interrupt():  # a thread that is half started cannot be ended
@@ -103,7 +109,6 @@ class EngineThread:
             raise
         if isinstance(result, BaseException):
             raise result
-        self.engine = result
 
     # -- for any thread --------------------------------------------------------------------------
 
@@ -134,8 +139,34 @@ class EngineThread:
         with suppress(RuntimeError):
             self._post(lambda: self._end(call))
 
-    def ask(self, question: Callable[[], T]) -> T:
+    def ask(self, question: Callable[[EngineLoop], T]) -> T:
         """Call `question` in the engine's thread and return its result."""
+
+        def answer() -> T:
+            self._wake()
+            return question(self._loop)
+
+        return self._answer(answer)
+
+    def sleep(self) -> None:
+        """Free the engine until the next call, which loads it again.
+
+        Raises:
+            RuntimeError: a call has not ended.
+        """
+        self._answer(self._sleep)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, in its thread or until it sleeps."""
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._engine is None
+
+    def _answer(self, question: Callable[[], T]) -> T:
         answer: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
 
         def run() -> None:
@@ -161,6 +192,9 @@ class EngineThread:
         if os.getpid() != self._process:
             return  # the engine belongs to the parent
         self._stop()
+        with self._lock:
+            if self._loading:  # again, which may take minutes
+                interrupt(self._thread)
         if threading.current_thread() is not self._thread:  # the garbage collector may run there
             self._thread.join()
 
@@ -193,18 +227,15 @@ class EngineThread:
 
     # -- in the engine's thread ------------------------------------------------------------------
 
-    def _main(
-        self, load: Callable[[], Engine], loaded: SimpleQueue[Engine | BaseException]
-    ) -> None:
+    def _main(self, loaded: SimpleQueue[BaseException | None]) -> None:
         try:
-            engine = load()
+            self._wake()
         except BaseException as error:
             loaded.put(error)
             return
-        self._loop = engine.loop
-        self._processor = OutputProcessor(engine.tokenizer)
-        self._limits = engine.resolved.scheduler
-        loaded.put(engine)
+        self._processor = OutputProcessor(self.engine.tokenizer)
+        self._limits = self.engine.resolved.scheduler
+        loaded.put(None)
         try:
             self._run()
         except KeyboardInterrupt:
@@ -213,7 +244,34 @@ class EngineThread:
             self._stopping = True
             for call in self._calls:
                 call.updates.put(CallUpdate(error=RuntimeError("this LLM was closed")))
+            if self._engine is not None:
+                self._loop.close()
+
+    def _wake(self) -> None:
+        """Load the engine, unless it is loaded."""
+        if self._engine is not None:
+            return
+        with self._lock:
+            self.check_usable()
+            self._loading = True
+        try:
+            self._engine = self._load(self._resolved)
+        finally:
+            with self._lock:
+                self._loading = False
+
+    def _sleep(self) -> None:
+        if self._calls:
+            raise RuntimeError(f"an LLM cannot sleep while it has calls ({len(self._calls)})")
+        if self._engine is not None:
+            self._resolved = self._engine.resolved  # with the adapters of now
             self._loop.close()
+            self._engine = None
+            gc.collect()
+
+    @property
+    def _loop(self) -> EngineLoop:
+        return self.engine.loop
 
     def _run(self) -> None:
         while True:
@@ -223,12 +281,13 @@ class EngineThread:
             if self._stopping and not self._posted:
                 return
             try:
-                busy = self._advance()
+                busy = self._engine is not None and self._advance()
             except Exception as error:  # of the engine itself, not of one request
                 self._fail(error)
                 busy = False  # until the next call, as it may fail every time
             if not busy:
-                self._woken.wait(self._loop.look_at_memory())
+                asleep = self._engine is None
+                self._woken.wait(None if asleep else self._loop.look_at_memory())
 
     def _advance(self) -> bool:
         """Run one step. Returns whether there may be more to do."""
@@ -287,11 +346,18 @@ class EngineThread:
         return tokens <= self._limits.max_queued_tokens
 
     def _begin(self, call: Call) -> None:
+        self._calls.append(call)  # which is told if this engine is closed while it wakes
+        try:
+            self._wake()
+        except Exception as error:
+            self._calls.remove(call)
+            call.updates.put(CallUpdate(error=error))
+            return
         if self._loop.lost:
             reason = f"{self._loop.lost}: close this LLM and make a new one"
+            self._calls.remove(call)
             call.updates.put(CallUpdate(error=GroupLost("engine", reason)))
             return
-        self._calls.append(call)
         self._unsent.append(call)
 
     def _end(self, call: Call) -> None:

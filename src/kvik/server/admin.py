@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvik.config.server_config import ServerConfig
+from kvik.engine.remote import EngineState
 from kvik.server.app import App
 from kvik.server.errors import HttpError, rename_fields
 from kvik.server.health import ENDPOINTS as HEALTH
@@ -35,6 +36,12 @@ class Drained(msgspec.Struct):
     """`unfinished`: number of requests that the replica still has."""
 
     unfinished: int
+
+
+class Sleeps(msgspec.Struct):
+    """`is_sleeping`: the engine holds no memory until a request arrives."""
+
+    is_sleeping: bool
 
 
 class LoadLora(msgspec.Struct):
@@ -78,6 +85,28 @@ async def abort(server: Server, request: Request, body: AbortRequest) -> Respons
 )
 async def reset_prefix_cache(server: Server, request: Request, body: Nothing) -> Response:
     return json_response(Forgotten(await server.engine.reset_prefix_cache()))
+
+
+@get(
+    "/admin/sleep",
+    method="POST",
+    answer=Done,
+    note="Free the engine's memory until a request arrives; it must have none.",
+)
+async def sleep(server: Server, request: Request) -> Response:
+    await server.engine.sleep()
+    return json_response(Done())
+
+
+@get("/admin/wake_up", method="POST", answer=Done, note="Start an engine that sleeps, and wait.")
+async def wake_up(server: Server, request: Request) -> Response:
+    await server.engine.ready()
+    return json_response(Done())
+
+
+@get("/admin/is_sleeping", answer=Sleeps, note="Whether the engine sleeps.")
+async def is_sleeping(server: Server, request: Request) -> Response:
+    return json_response(Sleeps(server.engine.state is EngineState.ASLEEP))
 
 
 @post("/admin/drain", answer=Done, note="Take no more requests, or take them again.")
@@ -128,4 +157,11 @@ ADAPTERS = (
     *(load, replace(load, path="/v1/load_lora_adapter")),  # the latter: vLLM's
     *(unload, replace(unload, path="/v1/unload_lora_adapter")),
 )
-routes = routes_of(*HEALTH, abort, reset_prefix_cache, drain, drain_replica, *ADAPTERS, stats)
+SLEEP = tuple(
+    replace(route, path=path)
+    for route in (sleep, wake_up, is_sleeping)
+    for path in (route.path, route.path.removeprefix("/admin"))  # the latter: vLLM's
+)
+routes = routes_of(
+    *HEALTH, abort, reset_prefix_cache, drain, drain_replica, *SLEEP, *ADAPTERS, stats
+)

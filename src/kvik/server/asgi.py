@@ -21,7 +21,7 @@ from kvik.server.texts import Texts
 # Options of a program that listens itself and loads the engine itself.
 ELSEWHERE = frozenset((
     *("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "admin_port", "shutdown_timeout"),
-    *("record", "log_level"),
+    *("sleep_after", "record", "log_level"),
 ))  # fmt: skip
 
 

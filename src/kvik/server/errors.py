@@ -223,6 +223,7 @@ _STATES: Mapping[EngineState, str] = {
     EngineState.STARTING: "is being started",
     EngineState.STALLED: "has work, and has computed no step for too long",
     EngineState.RESTARTING: "has failed, and is being started again",
+    EngineState.ASLEEP: "sleeps until a request arrives",
     EngineState.FAILED: "has failed, and is not started again",
     EngineState.CLOSED: "was closed",
 }

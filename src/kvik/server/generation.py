@@ -23,7 +23,6 @@ from kvik.core.types import (
 )
 from kvik.engine.client import EngineClient
 from kvik.engine.output import OutputProcessor, OutputSoFar, RequestOutput, TextDelta, merged
-from kvik.engine.remote import EngineState
 from kvik.errors import (
     MODEL_NOT_FOUND,
     GroupLost,
@@ -398,7 +397,7 @@ class Generations:
             raise
 
     def _check_ready(self) -> None:
-        if self._engine.state is not EngineState.READY:
+        if not self._engine.accepts:
             raise not_ready(self._engine.state)
 
     async def _engine_request(

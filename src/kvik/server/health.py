@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvik import __version__
-from kvik.engine.remote import EngineState
 from kvik.server.errors import state_in_words
 from kvik.server.route import get, routes_of
 from kvik.server.server import Server
@@ -18,7 +17,7 @@ from kvik.server.server import Server
 NO_FACTS: Mapping[str, str] = {}
 
 
-@get("/health", open=True, note="200 while the engine advances, else 503 and the reason.")
+@get("/health", open=True, note="200 while the engine advances or sleeps, else 503 and the reason.")
 async def health(server: Server, request: Request) -> Response:
     role = server.engine.config.runner.role
     facts = {"role": role} if role != "both" else {}  # `kvik route` reads these
@@ -41,7 +40,7 @@ def _problem(server: Server) -> tuple[str, str] | None:
     state = server.engine.state
     if server.drain.started:
         return "draining", f"the server {server.drain.reason}"
-    if state is not EngineState.READY:
+    if not server.engine.accepts:
         return str(state), f"the engine {state_in_words(state)}"
     if refusal := server.engine.refusal:
         return "draining", refusal

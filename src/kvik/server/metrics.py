@@ -357,10 +357,11 @@ def _state(server: Server) -> Iterator[Metric]:
     now = server.engine.state
     states = {state.value: float(state is now) for state in EngineState}
     yield gauge("engine_state", "1 for the state the engine is in.", states, "state")
-    note = "Times an engine became ready; all but the first are restarts."
+    note = "Times an engine became ready: at the start, after failures and after sleep."
     yield counter("engine_starts", note, server.engine.num_starts)
-    states = {"awake": 1.0, "weights_offloaded": 0.0}
-    yield gauge("engine_sleep_state", "The engine does not sleep.", states, "sleep_state")
+    asleep = float(now is EngineState.ASLEEP)
+    states = {"awake": 1.0 - asleep, "weights_offloaded": 0.0, "discard_all": asleep}
+    yield gauge("engine_sleep_state", "1 for what the engine does.", states, "sleep_state")
     note = "Answers that the HTTP process is giving, without that of the scrape."
     yield gauge("open_responses", note, max(0, server.drain.num_open - 1))
     note = "Responses that requests can continue, and their memory."

@@ -23,7 +23,7 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from kvik.engine.remote import EngineState
-from kvik.errors import ConfigError
+from kvik.errors import ConfigError, UnavailableError
 from kvik.files import allow_files
 from kvik.server.app import App
 from kvik.server.http_protocol import (
@@ -319,7 +319,7 @@ class StopSignal:
 
 async def _run_engine(server: Server, stop: StopSignal, tell: Callable[[str], None]) -> bool:
     """Wait until the server is to stop or the engine fails for good; return whether it failed."""
-    ready = False
+    ready, seconds = False, server.config.sleep_after
     while not stop.requested.is_set():
         match server.engine.state:
             case EngineState.FAILED:
@@ -329,6 +329,9 @@ async def _run_engine(server: Server, stop: StopSignal, tell: Callable[[str], No
             case EngineState.READY if not ready:
                 ready = True
                 tell("ready")
+            case EngineState.READY if seconds is not None and server.engine.idle_seconds >= seconds:
+                with suppress(UnavailableError):  # a request has come, or a replica has failed
+                    await server.engine.sleep()
         with suppress(TimeoutError):
             async with asyncio.timeout(SERVE_POLL_SECONDS if ready else START_POLL_SECONDS):
                 await stop.requested.wait()

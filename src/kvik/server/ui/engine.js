@@ -43,7 +43,7 @@ export class Engine {
   }
 
   #take({ state, reason, view, replicas }) {
-    this.#state(state, state === "ready" ? "ready" : state === "starting" ? "" : "bad");
+    this.#state(state, state === "ready" ? "ready" : ["starting", "asleep"].includes(state) ? "" : "bad");
     this.#note(reason);
     table(replicas ?? []);
     if (!view) return;
