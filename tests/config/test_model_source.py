@@ -15,7 +15,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from kvik.config.model_source import BUNDLED, find_adapter, find_config, find_model, model_name
 from kvik.errors import ConfigError, ModelError
-from kvik.files import is_gguf
+from kvik.files import gguf_parts, is_gguf
 
 Answers = dict[str, Any]
 
@@ -33,7 +33,65 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]
         return str(tmp_path / "cached")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: [])
     return calls
+
+
+GGUF_FILES = [
+    *("m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m.q8_0.gguf", "m-UD-Q4_K_XL.gguf", "mmproj-F16.gguf"),
+    *("BF16/m-BF16-00001-of-00002.gguf", "BF16/m-BF16-00002-of-00002.gguf", "imatrix-Q6_K.gguf"),
+    *("README.md", "a-Q2_K.gguf", "b-Q2_K.gguf"),
+]
+
+
+@pytest.fixture
+def gguf_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Provide a hub whose models have these files, and return the folder of its cache."""
+
+    def download(repo_id: str, *, local_files_only: bool = False, **options: Any) -> str:
+        patterns = {name: options[name] for name in ("allow_patterns", "ignore_patterns")}
+        for name in () if local_files_only else filter_repo_objects(GGUF_FILES, **patterns):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: GGUF_FILES)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("kind", "files"),
+    [
+        ("Q4_K_M", ["m-Q4_K_M.gguf"]),
+        ("q4_k_s", ["m-Q4_K_S.gguf"]),
+        ("Q8_0", ["m.q8_0.gguf"]),
+        ("UD-Q4_K_XL", ["m-UD-Q4_K_XL.gguf"]),
+        ("BF16", GGUF_FILES[5:7]),
+    ],
+)
+def test_a_gguf_file_of_the_hub_by_its_type(kind: str, files: list[str], gguf_hub: Path) -> None:
+    found = find_model(f"owner/m-GGUF:{kind}")
+    assert found == find_config(f"owner/m-GGUF:{kind}") == gguf_hub / files[0]
+    assert [gguf_hub / name for name in files] == gguf_parts(found)
+    (gguf_hub / "mmproj-F16.gguf").touch()  # by another program
+    assert find_model(str(found.parent)) == found
+    (gguf_hub / "mmproj-F16.gguf").unlink()
+    assert {path.name for path in gguf_hub.rglob("*.gguf")} == {Path(name).name for name in files}
+
+
+@pytest.mark.parametrize(
+    ("model", "part"),
+    [
+        ("o/m:Q5_K_M", r"no GGUF file of type 'Q5_K_M' \(it has BF16, Q2_K, Q4_K_M, Q4_K_S, UD-Q4"),
+        ("o/m:F16", "no GGUF file of type 'F16'"),
+        ("o/m:Q2_K", "several files of type Q2_K: a-Q2_K.gguf, b-Q2_K.gguf"),
+        ("o/m", "has GGUF files: name one by its type, as in o/m:Q4_K_M"),
+        ("o/m:", "no folder"),
+    ],
+)
+def test_a_type_that_the_hub_does_not_have_once(model: str, part: str, gguf_hub: Path) -> None:
+    refused(lambda: find_model(model), part)
 
 
 def test_the_default_is_the_bundled_model() -> None:

@@ -1,4 +1,7 @@
-"""Find the files of a `MODEL`: the bundled model, a folder, a GGUF file, or a hub id."""
+"""Find the files of a `MODEL`: the bundled model, a folder, a GGUF file, or a hub id.
+
+After a hub id may stand the type of a GGUF file, as for llama.cpp: owner/name:Q4_K_M.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from fnmatch import fnmatch
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,12 @@ MODULE = "[0-9]*_*/config.json"
 # Other subfolders, and Mistral's second copy of the weights under different names.
 IGNORED = ("[!0-9]*/*", "*/*/*", "consolidated*")
 HUB_ID = re.compile(r"[\w][\w.-]{0,95}(/[\w][\w.-]{0,95})?")
+HUB_GGUF = re.compile(rf"({HUB_ID.pattern}):([\w.-]{{1,32}})")
+USUAL_TYPE = "Q4_K_M"
+NO_MODELS = ("mmproj*", "*/mmproj*", "*imatrix*")  # GGUF files of encoders and of statistics
+TYPE = re.compile(
+    r"(?:.*?[-._])?((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|MXFP4\w*|BF16|F16|F32))(?:-\d+-of-\d+)?\.gguf", re.I
+)
 
 
 def names_model(word: str) -> bool:
@@ -69,7 +79,14 @@ def find_model(model: str, *, weights: bool = True, revision: str | None = None)
             return Path(path).absolute()  # not resolved: a link keeps its name
         problem = f"must be a folder, a {GGUF} file or a hub id; {shown(model)} is another file"
         raise ModelError("model", problem)
-    return _download(model, DESCRIPTION + (WEIGHTS if weights else ()), revision)
+    if of_type := HUB_GGUF.fullmatch(model):
+        return _hub_gguf(of_type[1], of_type[3], revision)
+    folder = _download(model, DESCRIPTION + (WEIGHTS if weights else ()), revision)
+    if not (folder / CONFIG).exists() and (types := _hub_types(model, revision)):
+        best = USUAL_TYPE if USUAL_TYPE in types else types[0]
+        problem = f"{shown(model)} has GGUF files: name one by its type, as in {model}:{best}"
+        raise ModelError("model", f"{problem} (of {', '.join(types)})")
+    return folder
 
 
 def model_name(path: Path) -> str:
@@ -83,12 +100,47 @@ def model_name(path: Path) -> str:
 def _in_folder(folder: Path) -> Path:
     if (folder / CONFIG).exists():
         return folder
-    every = {path for path in folder.iterdir() if is_gguf(path)}
+    every = {path for path in folder.iterdir() if is_gguf(path) and _is_model(path.name)}
     files = sorted(every - {other for path in every for other in gguf_parts(path)[1:]})
     if len(files) > 1:
         names = ", ".join(path.name for path in files[:MAX_LISTED])
         raise ModelError("model", f"name one of the {len(files)} GGUF files of the folder: {names}")
     return files[0] if files else folder
+
+
+def _hub_gguf(hub_id: str, kind: str, revision: str | None) -> Path:
+    """Return the GGUF file of a type, its first part if it has several."""
+    spellings = {kind, kind.upper(), kind.lower()}
+    ends = (f"{name}{end}" for name in spellings for end in (GGUF, f"-*-of-*{GGUF}"))
+    patterns = tuple(pattern for end in ends for pattern in (end, f"*[-._/]{end}"))
+    folder = _download(hub_id, patterns, revision, NO_MODELS)
+    name = re.compile(rf"(.*[-._])?{re.escape(kind)}(-0*1-of-\d+)?\.gguf", re.I)
+    files = sorted(path for path in folder.rglob("*") if name.fullmatch(path.name))
+    if len(files) == 1:
+        return files[0]
+    if files:
+        names = ", ".join(str(path.relative_to(folder)) for path in files[:MAX_LISTED])
+        raise ModelError("model", f"{shown(hub_id)} has several files of type {kind}: {names}")
+    types = _hub_types(hub_id, revision)
+    known = f" (it has {', '.join(types)})" if types else ""
+    raise ModelError("model", f"{shown(hub_id)} has no GGUF file of type {shown(kind)}{known}")
+
+
+def _hub_types(hub_id: str, revision: str | None) -> list[str]:
+    """Return the types of the GGUF files that the hub has of a model, for an error message; none if
+    it does not answer."""
+    import huggingface_hub
+
+    try:
+        names = huggingface_hub.list_repo_files(hub_id, revision=revision)
+    except Exception:  # of the hub's library, or of the HTTP library below it
+        return []
+    typed = (TYPE.fullmatch(os.path.basename(name)) for name in filter(_is_model, names))
+    return sorted({match[1] for match in typed if match})
+
+
+def _is_model(name: str) -> bool:
+    return not any(fnmatch(name, pattern) for pattern in NO_MODELS)
 
 
 def find_adapter(option: str, adapter: str) -> Path:
@@ -128,13 +180,18 @@ def find_config(model: str) -> Path:
     path = os.path.expanduser(model)
     if os.path.isfile(path):
         return Path(path).absolute()  # not resolved: a link keeps its name
-    if not model or os.path.exists(path):
+    if not model or os.path.exists(path) or HUB_GGUF.fullmatch(model):
         path_of_model = find_model(model, weights=False)
         return path_of_model if is_gguf(path_of_model) else path_of_model / CONFIG
     return _download(model, (CONFIG,)) / CONFIG
 
 
-def _download(hub_id: str, files: tuple[str, ...], revision: str | None = None) -> Path:
+def _download(
+    hub_id: str,
+    files: tuple[str, ...],
+    revision: str | None = None,
+    ignored: tuple[str, ...] = IGNORED,
+) -> Path:
     if hub_id.lower().endswith(FILES):
         raise ModelError("model", f"there is no file {shown(hub_id)}{_nearest(hub_id)}")
     if not HUB_ID.fullmatch(hub_id):
@@ -151,7 +208,7 @@ def _download(hub_id: str, files: tuple[str, ...], revision: str | None = None) 
     # The exception of a broken connection belongs to the underlying HTTP library, which differs
     # between versions.
     http_error: Any = errors.HfHubHTTPError.__bases__[0]
-    ask = partial(_snapshot, huggingface_hub.snapshot_download, hub_id, files, revision)
+    ask = partial(_snapshot, huggingface_hub.snapshot_download, hub_id, files, ignored, revision)
     try:
         if not (folder := ask()).exists():  # deleted since this process asked
             _snapshot.cache_clear()
@@ -172,7 +229,11 @@ def _download(hub_id: str, files: tuple[str, ...], revision: str | None = None) 
 
 @lru_cache  # commands check a model before they load it, and must not get another commit then
 def _snapshot(
-    download: Callable[..., str], hub_id: str, files: tuple[str, ...], revision: str | None
+    download: Callable[..., str],
+    hub_id: str,
+    files: tuple[str, ...],
+    ignored: tuple[str, ...],
+    revision: str | None,
 ) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -181,7 +242,7 @@ def _snapshot(
         hub_id,
         revision=revision,
         allow_patterns=list(files),
-        ignore_patterns=list(IGNORED),
+        ignore_patterns=list(ignored),
     )
     try:
         take(local_files_only=True)
