@@ -145,8 +145,8 @@ class EngineConfig:
     model: str = option(
         "",
         Text("a folder or a hub id"),
-        "folder in Hugging Face format, GGUF file, hub id (OWNER/NAME:TYPE: its GGUF file of a type), "
-        'or "" for the bundled model',
+        "folder in Hugging Face format, GGUF file, hub id (OWNER/NAME:TYPE for a GGUF file), or "
+        '"" for the bundled model',
     )
     revision: str | None = option(
         None,
