@@ -27,6 +27,7 @@ from kvik.core.types import EngineRequest
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import EngineLoop
 from kvik.errors import CapacityError, UnavailableError
+from kvik.text.infill import Markers
 
 pytestmark = pytest.mark.usefixtures("forked")
 OPTIONS: dict[str, Any] = {
@@ -36,6 +37,7 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 128,
     "num_blocks": 256,
 }
+GAP = {"prompt": "Once upon", "suffix": " who lived in a house."}
 PROMPTS = ["Once upon a time", "The king said", [1, 400, 5], "A fox and a crow"]
 PLACES = ["thread", pytest.param("process", marks=pytest.mark.full)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -79,11 +81,14 @@ async def text_of(stream: async_llm.AsyncStream) -> str:
 
 
 @pytest.mark.parametrize("place", PLACES)
-async def test_tasks_get_what_llm_gives(place):
+async def test_tasks_get_what_llm_gives(place, monkeypatch):
+    markers = Markers("<|system|>", "<|user|>", "<|assistant|>")
+    monkeypatch.setattr("kvik.text.infill.FAMILIES", (markers,))
     with LLM("", **OPTIONS) as llm:
         expected = llm.generate(PROMPTS, GREEDY)
         answer = llm.chat([{"role": "user", "content": "Hi"}], GREEDY)[0]
         vector = llm.embed("A fox")[0].embedding
+        (filled,) = llm.generate(GAP, GREEDY)
     async with engine_of(place) as engine:
         outputs = await asyncio.gather(*(engine.generate(p, GREEDY).result() for p in PROMPTS))
         shown = await asyncio.gather(*(text_of(engine.generate(p, GREEDY)) for p in PROMPTS))
@@ -94,6 +99,7 @@ async def test_tasks_get_what_llm_gives(place):
         said = await engine.chat([{"role": "user", "content": "Hi"}], GREEDY).result()
         assert (said.text, said.prompt) == (answer.text, answer.prompt)
         assert (await engine.embed("A fox")).embedding == pytest.approx(vector)
+        assert (await engine.generate(GAP, GREEDY).result()).text == filled.text
         await at_rest(engine)
 
 

@@ -31,6 +31,7 @@ from kvik.config.config import EngineConfig
 from kvik.config.hardware import detect
 from kvik.core.structured import Regex
 from kvik.launch import load_tokenizer, resolve_config
+from kvik.text.infill import Markers
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -470,6 +471,25 @@ def test_call_arguments_have_the_names_of_vllm(llm) -> None:
     assert output.finished and output.outputs[0].text == llm.generate("Once", GREEDY)[0].text
     with pytest.raises(ParamError, match="sampling_params: means params"):
         llm.generate("Once", GREEDY, sampling_params=GREEDY)
+
+
+def test_a_gap_between_two_texts_is_filled(llm, monkeypatch) -> None:
+    gap = {"prompt": "Once upon", "suffix": " who lived in a house."}
+    with pytest.raises(ParamError, match="^suffix: .* no tokens for it"):
+        llm.generate(gap, GREEDY)
+    markers = Markers("<|system|>", "<|user|>", "<|assistant|>")
+    monkeypatch.setattr("kvik.text.infill.FAMILIES", (markers,))
+    ids = llm.tokenizer.encode(f"<|system|>{gap['prompt']}<|user|>{gap['suffix']}<|assistant|>")
+    expected, plain = llm.generate([ids, "Once"], GREEDY)
+    filled, beside = llm.generate([gap, "Once"], GREEDY)
+    assert (filled.prompt_token_ids, filled.text) == (ids, expected.text)
+    assert beside.text == plain.text
+    assert "".join(delta.text for delta in llm.stream(gap, GREEDY)) == expected.text
+    bias = {llm.tokenizer.encode("<|user|>")[0]: 100.0}
+    (ended,) = llm.generate(gap, GREEDY.with_changes(logit_bias=bias))
+    assert ended.outputs[0].finish_reason == "stop" and ended.text == ""
+    with pytest.raises(ParamError, match="prompt: has a suffix"):
+        llm.embed(gap)
 
 
 def test_priorities_order_the_requests_of_a_call() -> None:

@@ -15,7 +15,7 @@ SOURCES = Path(__file__).parents[1] / "src"
 # Lines of Python with comments and docstrings, of 2026-11-30. "": files outside folders.
 BUDGETS = {
     "attention": 2710,
-    "cli": 5240,
+    "cli": 5260,
     "config": 5630,
     "core": 6520,
     "engine": 5590,
@@ -28,12 +28,12 @@ BUDGETS = {
     "nn": 7440,
     "planner": 5910,
     "quantize": 3280,
-    "server": 12240,
+    "server": 12370,
     "spec": 5440,
-    "text": 4260,
+    "text": 4410,
     "training": 640,
     "worker": 13010,
-    "": 4920,
+    "": 4960,
 }
 
 

@@ -43,7 +43,7 @@ from kvik.files import check_current_folder
 from kvik.launch import check_no_role, check_one_engine, load_loop, load_tokenizer, resolve_config
 from kvik.llm import Message, check_priority, either, engine_config, engine_request, tell_unenforced
 from kvik.model_files import model_files
-from kvik.prompts import Prompt, one_prompt
+from kvik.prompts import Infill, Prompt, no_infill, one_prompt
 from kvik.server.admission import Admission, Reservation
 from kvik.server.texts import Texts
 from kvik.text.chat_template import check_messages
@@ -243,7 +243,7 @@ class AsyncLLM:
         adapter: str = "",
     ) -> EmbeddingOutput:
         """Return a vector for one prompt; for the arguments see `LLM.embed`."""
-        plain = one_prompt(prompt)
+        plain = no_infill(one_prompt(prompt))
         model = self.resolved.model
         check_dimensions(model.pooling, model.hidden_size, dimensions)
         before = prompt_before(model.pooling, prompt_name)
@@ -324,6 +324,11 @@ class AsyncLLM:
 
     async def _encode(self, request: AsyncRequest, prompt: Prompt) -> list[int]:
         plain = one_prompt(prompt)
+        if isinstance(plain, Infill):
+            async with self._text_places:
+                texts, params = (plain.prefix, plain.suffix), request.params
+                ids, request.params, _ = await self.texts.infill(*texts, params)
+            return ids
         if not isinstance(plain, str):
             return plain
         request.prompt = plain

@@ -38,7 +38,7 @@ from kvik.errors import ConfigError, KvikError, ParamError, shown
 from kvik.launch import resolve_config, start
 from kvik.model_files import model_files
 from kvik.options import options_of, unknown
-from kvik.prompts import PlainPrompt, Prompt, as_prompts, one_prompt
+from kvik.prompts import Infill, PlainPrompt, Prompt, as_prompts, no_infill, one_prompt
 from kvik.text.pooled_inputs import (
     PooledInput,
     check_dimensions,
@@ -217,6 +217,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts (texts or token ids; see `prompts.py`), one or many, in the order given.
 
+        {"prompt": text, "suffix": text} is a prompt for a model of code: its answer stands between
+        the two texts.
+
         Args:
             params: for all prompts, or one for each; None takes the model's own defaults. If
                 `max_tokens` (default 256) or the context ends a text, the `finish_reason` of its
@@ -373,7 +376,7 @@ class LLM:
         before = prompt_before(model.pooling, prompt_name)
         keep = truncation(truncate_prompt_tokens, self.resolved.scheduler.max_model_len)
         inputs = list[PooledInput]()
-        for prompt in listed:
+        for prompt in map(no_infill, listed):
             if not isinstance(prompt, str):
                 inputs.append(ids_input(model.pooling, prompt, keep))
                 continue
@@ -535,7 +538,12 @@ class LLM:
         add_special_tokens: bool,
         priority: int = 0,
     ) -> EngineRequest:
-        if isinstance(prompt, str):
+        if isinstance(prompt, Infill):
+            from kvik.text.infill import Infiller  # few models can
+
+            infiller = Infiller(self.tokenizer)
+            (ids, _), params = infiller.ids(prompt.prefix, prompt.suffix), infiller.params(params)
+        elif isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt, add_special_tokens)
             if not prompt or not ids:  # some tokenizers add a token even to an empty text
                 raise ParamError("prompt", "must not be empty")

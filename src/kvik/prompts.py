@@ -1,8 +1,10 @@
-"""Prompts as callers give them: texts, token ids, arrays of token ids, and vLLM's mappings."""
+"""Prompts as callers give them: texts, token ids or arrays of them, mappings as for vLLM, and the
+texts around a gap."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from operator import index
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,10 +18,19 @@ class TokenArray(Protocol):
     def tolist(self) -> Any: ...
 
 
-PlainPrompt = str | list[int]
-# A mapping has one of the keys `MAPPED`.
-Prompt = str | Sequence[int] | TokenArray | Mapping[str, Any]
+@dataclass(frozen=True, slots=True)
+class Infill:
+    """A prompt whose answer stands between two texts, one of which may be empty."""
+
+    prefix: str
+    suffix: str
+
+
+PlainPrompt = str | list[int] | Infill
+# A mapping has one of the keys `MAPPED`, or those of `GAP`.
+Prompt = str | Sequence[int] | TokenArray | Mapping[str, Any] | Infill
 MAPPED = ("prompt", "prompt_token_ids")
+GAP = ("prompt", "suffix")
 ONE = "a text or a list of token ids"
 
 
@@ -45,6 +56,13 @@ def one_prompt(prompt: Prompt) -> PlainPrompt:
     return plain
 
 
+def no_infill(prompt: PlainPrompt) -> str | list[int]:
+    """Return a prompt that is not to be completed; raise ParamError if it has a gap."""
+    if isinstance(prompt, Infill):
+        raise ParamError("prompt", "has a suffix, which is for texts to complete")
+    return prompt
+
+
 def _listed(value: object) -> Sequence[object] | None:
     """Return a sequence or an array as a sequence; None: it is neither."""
     sequence = value.tolist() if isinstance(value, TokenArray) else value
@@ -57,13 +75,18 @@ def _listed(value: object) -> Sequence[object] | None:
 
 def _plain(prompt: object) -> PlainPrompt | None:
     """Return one prompt; None: it is not one."""
-    if isinstance(prompt, str):
+    if isinstance(prompt, str | Infill):
         return prompt
     if isinstance(prompt, Mapping):
+        if prompt.keys() == set(GAP):
+            prefix, suffix = (prompt[key] for key in GAP)
+            if not (isinstance(prefix, str) and isinstance(suffix, str) and prefix + suffix):
+                raise ParamError("suffix", "needs a text as prompt, and not both empty")
+            return Infill(prefix, suffix)
         if len(prompt) != 1 or not prompt.keys() <= set(MAPPED):
             keys = shown(", ".join(map(str, prompt)))
-            allowed = " or ".join(MAPPED)
-            raise ParamError("prompt", f"a mapping must have one key, {allowed}, not {keys}")
+            allowed = f"one key, {' or '.join(MAPPED)}, or {' and '.join(GAP)}"
+            raise ParamError("prompt", f"a mapping must have {allowed}, not {keys}")
         (prompt,) = prompt.values()
         return None if isinstance(prompt, Mapping) else _plain(prompt)
     ids = _listed(prompt)

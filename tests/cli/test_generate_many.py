@@ -118,6 +118,7 @@ def test_a_missing_policy_or_tokenizer_is_found_before_the_model_is_loaded(
         ('"A"\n["A", "B"]', "line 2: prompt: must be"),
         ('{"prompt": "A", "priority": 1}', "line 1: priority: needs"),
         ('{"prompt": "A", "priority": "high"}', "line 1: priority: must be an integer"),
+        ('{"prompt": [5], "suffix": "A"}', "line 1: suffix: needs a text as prompt"),
     ],
 )
 def test_a_bad_line_is_named_before_the_model_is_loaded(
@@ -154,6 +155,8 @@ def test_other_files_are_not_overwritten(
         (("--prompts", "/no/such"), "prompts"),
         (("--prompts", "-", "a model", "a prompt"), "prompts"),
         (("--prompts", "-", "--echo"), "echo"),
+        (("--prompts", "-", "--suffix", "B"), "suffix"),
+        (("A", "--suffix", "B"), "suffix"),  # the model has no tokens for it
         (("-o", "file", "A"), "output"),
         ((), "prompt"),
     ],

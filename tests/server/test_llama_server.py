@@ -17,6 +17,7 @@ from kvik.server.app import openai_routes
 from kvik.server.llama_server import routes
 from kvik.server.route import Route
 from kvik.server.server import Server
+from kvik.text.infill import Markers
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -55,6 +56,32 @@ def test_a_response(server: Served, prompt: Any) -> None:
     timings = answer["timings"]
     assert timings["prompt_n"] + answer["tokens_cached"] == 2
     assert timings["predicted_n"] == 5 and timings["prompt_ms"] > 0
+
+
+def test_a_gap_is_filled(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    markers = Markers("X", "Y", "Z", files=("W",))
+    monkeypatch.setattr("kvik.text.infill.FAMILIES", (markers,))
+    room = server.parts.max_model_len - 3
+    gap = {"input_prefix": "AB", "input_suffix": "CD", "prompt": "E", "n_predict": 3}
+    other = {"filename": "F.", "text": "GH"}
+    for extra, prompt, truncated in (
+        ([], "XABYCDZE", False),
+        ([other], "WF.GHWXABYCDZE", False),
+        ([{"text": "a" * room}, other], "WF.GHWXABYCDZE", True),
+    ):
+        reply = ask(server.http, "POST", "/infill", {**gap, "input_extra": extra})
+        assert reply.status == 200, reply.body
+        assert (reply.json["prompt"], reply.json["truncated"]) == (prompt, truncated)
+        assert reply.json["tokens_predicted"] == len(reply.json["content"]) == 3
+    reply = ask(server.http, "POST", "/infill", {**gap, "stream": True})
+    assert reply.body.count(b"data: ") > 1 and b'"stop":true' in reply.body
+    for change, name in (
+        ({"input_prefix": "", "input_suffix": ""}, "input_prefix"),
+        ({"input_suffix": "a" * (room + 3)}, "input_prefix"),
+        ({"input_extra": [{"filename": "a"}]}, "input_extra[0].text"),
+    ):
+        reply = ask(server.http, "POST", "/infill", {**gap, **change})
+        assert (reply.status, reply.error["param"]) == (400, name)
 
 
 def test_a_model_without_a_tokenizer(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:

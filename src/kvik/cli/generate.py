@@ -12,7 +12,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from kvik.config.model_source import names_model
 from kvik.core.sampling_params import SamplingParams
 from kvik.errors import KvikError, ParamError, shown
 from kvik.files import can_write, lock, writing_whole
-from kvik.prompts import PlainPrompt, one_prompt
+from kvik.prompts import Infill, PlainPrompt, one_prompt
 
 if TYPE_CHECKING:
     from kvik.engine.output import RequestOutput
@@ -64,8 +64,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--prompts",
         metavar="FILE",
         help="complete many prompts: each line is a JSON string, list of token ids or object with "
-        "prompt or messages, priority and sampling parameters, or each is a request of OpenAI's "
-        "Batch API; - is standard input. One JSON object is written for each, as it finishes",
+        "prompt (and suffix) or messages, priority and sampling parameters, or each is a request "
+        "of OpenAI's Batch API; - is standard input. One JSON object is written for each, as it "
+        "finishes",
     )
     parser.add_argument(
         "-o",
@@ -73,6 +74,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="with --prompts: file for the results (- is standard output, the default). Results "
         "already in it are kept, but for failed ones, which are computed again",
+    )
+    parser.add_argument(
+        "--suffix",
+        metavar="TEXT",
+        help="text after a gap that begins after the prompt: a model of code fills it",
     )
     parser.add_argument("--echo", action="store_true", help="print the prompt before the text")
     parser.add_argument("--verbose", action="store_true", help="print each decision and its reason")
@@ -88,7 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
         return generate_many(arguments, sampling)
     if arguments.output is not None:
         raise ParamError("output", "is for --prompts FILE")
-    model, prompt = _model_and_prompt(arguments.words, arguments.model)
+    model, text = _model_and_prompt(arguments.words, arguments.model)
+    prompt: Prompt = text if arguments.suffix is None else Infill(text, arguments.suffix)
     if not arguments.json:
         for name in ("logprobs", "prompt_logprobs"):
             if sampling.get(name) is not None:
@@ -96,9 +103,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     from kvik.launch import check_tokenizer, resolve_config
     from kvik.llm import LLM
+    from kvik.model_files import model_files
+    from kvik.text.infill import Infiller
 
     options = engine_options(arguments, model)
-    check_tokenizer(resolve_config(EngineConfig(**options)))  # before weights are loaded
+    resolved = resolve_config(EngineConfig(**options))  # refuse before weights are loaded
+    check_tokenizer(resolved)
+    if arguments.suffix is not None:
+        Infiller(model_files(Path(resolved.runner.model_path)).tokenizer())
     with LLM(**options) as llm:
         if arguments.verbose:
             say_decisions(llm.resolved)
@@ -108,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
             _say_json(as_json(output, llm.resolved.runner.model_path))
         else:
             if arguments.echo:
-                say(prompt, end="", flush=True)
+                say(text, end="", flush=True)
             output = _stream(llm, prompt, params) if params.n == 1 else _all(llm, prompt, params)
             say(stats_line(output), error=True)
             if "max_tokens" not in sampling and (note := _cut_note(output, params)):
@@ -116,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
     return _exit_code(output)
 
 
-def _stream(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
+def _stream(llm: LLM, prompt: Prompt, params: SamplingParams) -> RequestOutput:
     last = ""
     with llm.stream(prompt, params) as stream:
         for delta in stream:
@@ -129,7 +141,7 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
     return stream.output
 
 
-def _all(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
+def _all(llm: LLM, prompt: Prompt, params: SamplingParams) -> RequestOutput:
     """Generate several completions and print them one after another."""
     (output,) = llm.generate([prompt], params)
     for completion in output.outputs:
@@ -186,7 +198,7 @@ def _read_standard_input() -> str:
     return text.removesuffix("\n")  # the line end that `echo` adds
 
 
-OWN = ("prompt", "messages", "priority")  # fields of a line that are not sampling parameters
+OWN = ("prompt", "suffix", "messages", "priority")  # fields that are not sampling parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +216,8 @@ class Line:
         """The field of the result that repeats what is asked, and its value."""
         if self.prompt is None:
             return "messages", self.messages
+        if isinstance(self.prompt, Infill):
+            return "prompt", asdict(self.prompt)
         return "prompt" if isinstance(self.prompt, str) else "prompt_token_ids", self.prompt
 
 
@@ -219,6 +233,10 @@ def generate_many(arguments: argparse.Namespace, sampling: Mapping[str, Any]) ->
     words = [*filter(None, [arguments.model]), *arguments.words]
     if len(words) > 1:
         raise ParamError("prompts", f"replaces the prompt, but {words[-1][:60]!r} is also given")
+    if arguments.suffix is not None:
+        raise ParamError(
+            "suffix", "is for a single prompt; with --prompts each object may have one"
+        )
     if arguments.echo:
         raise ParamError(
             "echo", "is for a single prompt; with --prompts each object has its prompt"
@@ -373,6 +391,8 @@ def _line(number: int, text: str) -> Line:
         prompt, messages = value.get("prompt"), value.get("messages")
         if (prompt is None) == (messages is None):
             raise ParamError("prompts", "needs either prompt or messages")
+        if "suffix" in value:
+            prompt = {"prompt": prompt, "suffix": value["suffix"]}
         prompt = None if prompt is None else one_prompt(prompt)
         priority = value.get("priority", 0)
         sampling = {name: value[name] for name in value if name not in OWN}

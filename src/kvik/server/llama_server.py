@@ -1,4 +1,5 @@
-"""POST /completion, POST /apply-template and GET /props, as llama.cpp's `llama-server` has them."""
+"""POST /completion, /infill and /apply-template, and GET /props, as llama.cpp's `llama-server` has
+them."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from starlette.responses import Response
 from kvik import __version__
 from kvik.core.sampling_params import PARAMETERS, SamplingParams
 from kvik.engine.output import CompletionOutput, RequestOutput, TextDelta
+from kvik.errors import ParamError
+from kvik.server.errors import rename_fields
 from kvik.server.generation import Generation, GenerationRequest
 from kvik.server.openai.chat import CHAT
 from kvik.server.openai.conversation import Messages, Variable, conversation_text
@@ -59,6 +62,23 @@ class LlamaCompletionRequest(_PARAMETERS, Struct, kw_only=True):  # type: ignore
 
     cache_prompt: bool | None = None  # prompts are cached in any case
     id_slot: Any = None  # the scheduler chooses
+
+
+class OtherFile(Struct):
+    """A part of another file, which may help."""
+
+    text: str
+    filename: str = ""
+
+
+class LlamaInfillRequest(LlamaCompletionRequest, kw_only=True):
+    """A gap to fill between two texts. `prompt` is the beginning of what fills it."""
+
+    prompt: str = ""
+    input_prefix: str
+    input_suffix: str
+    # the most relevant one last; the first ones are left out if not all fit (`truncated`)
+    input_extra: list[OtherFile] = []
 
 
 UNHONOURED: Table = {
@@ -122,13 +142,61 @@ async def completion(server: Server, request: Request, body: LlamaCompletionRequ
     server.generations.check_capacity(tenant, params.n)
     (prompt,) = split_prompts("prompt", body.prompt).values()
     ids = await prompt_ids(server.texts.of(tenant), prompt)
-    requests = [GenerationRequest(ids, params)]
-    (generation,) = await start_all(server, request, requests, stream=body.stream)
     text = prompt if isinstance(prompt, str) else ""
-    if server.texts.tokenizer is not None and not text:
-        text = server.texts.decode(ids)
+    return await _answer(server, request, body, GenerationRequest(ids, params), model, text)
+
+
+@post(
+    "/infill", UNHONOURED, answer=LlamaCompletion, note="Fill a gap in a text, as llama.cpp does."
+)
+async def infill(server: Server, request: Request, body: LlamaInfillRequest) -> Response:
+    """Write what stands between two texts, for editors of code; streams are as of /completion."""
+    model, defaults = server.served(body.model)
+    params = _params(body, defaults)
+    tenant = caller_of(request).tenant
+    server.generations.check_capacity(tenant, params.n)
+    if not body.input_prefix and not body.input_suffix:
+        raise ParamError("input_prefix", "must not be empty if input_suffix is")
+    files = [(part.filename, part.text) for part in body.input_extra]
+    num_output = params.max_tokens or SamplingParams().max_tokens or 0
+    limit = server.max_model_len - num_output
+    with rename_fields(prompt="input_prefix", suffix="input_suffix"):
+        ids, params, num_files = await server.texts.of(tenant).infill(
+            body.input_prefix, body.input_suffix, params, body.prompt, files, limit
+        )
+        text = server.texts.decode(ids, skip_special_tokens=False)
+        to_generate, truncated = GenerationRequest(ids, params), num_files < len(files)
+        return await _answer(server, request, body, to_generate, model, text, truncated=truncated)
+
+
+async def _answer(
+    server: Server,
+    request: Request,
+    body: LlamaCompletionRequest,
+    to_generate: GenerationRequest,
+    model: str,
+    prompt: str = "",
+    *,
+    truncated: bool = False,
+) -> Response:
+    """Start a request, and return its response.
+
+    Args:
+        prompt: text of the prompt; "": that of its tokens.
+        truncated: parts of the input were left out.
+    """
+    (generation,) = await start_all(server, request, [to_generate], stream=body.stream)
+    if server.texts.tokenizer is not None and not prompt:
+        prompt = server.texts.decode(to_generate.prompt_token_ids)
     silent = aliased(body, "n_predict", "max_tokens") == 0
-    form = LlamaFormat(model, text, generation, with_tokens=body.return_tokens, silent=silent)
+    form = LlamaFormat(
+        model,
+        prompt,
+        generation,
+        with_tokens=body.return_tokens,
+        silent=silent,
+        truncated=truncated,
+    )
     return await generation_response(request, [generation], form, body.stream)
 
 
@@ -150,6 +218,7 @@ class LlamaFormat(ResponseFormat):
         prompt: text of the prompt.
         with_tokens: whether to include token ids.
         silent: whether to leave the output out.
+        truncated: whether parts of the input were left out.
     """
 
     def __init__(
@@ -160,12 +229,14 @@ class LlamaFormat(ResponseFormat):
         *,
         with_tokens: bool,
         silent: bool,
+        truncated: bool,
     ) -> None:
         self._model = model
         self._prompt = prompt
         self._generation = generation
         self._with_tokens = with_tokens
         self._silent = silent
+        self._truncated = truncated
         self._num_tokens = 0
 
     def complete(self, outputs: Sequence[RequestOutput]) -> LlamaCompletion:
@@ -208,6 +279,7 @@ class LlamaFormat(ResponseFormat):
             generation_settings=used,
             prompt=self._prompt,
             has_new_line="\n" in answer.text,
+            truncated=self._truncated,
             stop_type=ended_by,
             stopping_word=word,
             tokens_cached=output.num_cached_tokens,
@@ -312,4 +384,4 @@ async def properties(server: Server, request: Request) -> Response:
     return json_response(answer)
 
 
-routes = routes_of(completion, apply_template, properties)
+routes = routes_of(completion, infill, apply_template, properties)

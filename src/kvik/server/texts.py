@@ -26,6 +26,7 @@ from kvik.text.answer_format import (
 )
 from kvik.text.chat_template import ChatTemplate
 from kvik.text.grammar_check import GrammarCheck
+from kvik.text.infill import Infiller
 from kvik.text.pooled_inputs import PooledInput
 from kvik.text.tokenizer import Tokenizer
 
@@ -266,6 +267,36 @@ class Texts:
             if len(first) > self.max_model_len + 1:
                 raise self._too_long(len(first) - 1)
         return tokenizer.encode(text, add_special_tokens)
+
+    async def infill(
+        self,
+        prefix: str,
+        suffix: str,
+        params: SamplingParams,
+        answer: str = "",
+        files: Sequence[tuple[str, str]] = (),
+        limit: int | None = None,
+    ) -> tuple[list[int], SamplingParams, int]:
+        """Return the token ids of the prompt for the gap between two texts, the parameters with the
+        tokens that end its answer, and the number of files in the prompt; see `Infiller.ids`.
+
+        Raises:
+            ParamError: the texts have certainly more tokens than the context, the model has no
+                tokens for insertion, or there is no tokenizer.
+            OverloadError: too much text waits already.
+        """
+        tokenizer = self._require_tokenizer("prompt")
+        num_chars = len(prefix) + len(suffix) + len(answer)
+        if num_chars > self.max_model_len * MAX_BYTES_PER_TOKEN:
+            raise self._too_long(num_chars // MAX_BYTES_PER_TOKEN)
+
+        def make() -> tuple[list[int], SamplingParams, int]:
+            infiller = Infiller(tokenizer)
+            ids, num_files = infiller.ids(prefix, suffix, answer, files, limit)
+            return ids, infiller.params(params), num_files
+
+        num_chars += sum(len(name) + len(text) for name, text in files)
+        return make() if num_chars <= INLINE_CHARS else await self._in_thread(num_chars, make)
 
     async def _in_thread(self, num_chars: int, work: Callable[..., T], *args: object) -> T:
         """Run work on this many characters of text, when it is the tenant's turn."""

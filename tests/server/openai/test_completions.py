@@ -11,6 +11,7 @@ import pytest
 from helpers.story_site import MAX_MODEL_LEN, Site
 
 from kvik.llm import LLM
+from kvik.text.infill import Markers
 
 MODEL = "stories"
 TEXT = "Once upon a time there was a small"
@@ -39,6 +40,23 @@ def test_a_seed_draws_as_in_the_library(complete: Any, llm: LLM) -> None:
         answer.choices[0].text
         == llm.generate(TEXT, llm.default_params.with_changes(**changes))[0].text
     )
+
+
+def test_a_suffix(complete: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    markers = Markers("<|system|>", "<|user|>", "<|assistant|>")
+    monkeypatch.setattr("kvik.text.infill.FAMILIES", (markers,))
+    gaps = [{"prompt": text, "suffix": " The end."} for text in (TEXT, "The cat sat")]
+    params = llm.default_params.with_changes(temperature=0.0, max_tokens=16)
+    expected = llm.generate(gaps, params)
+    prompts = [gap["prompt"] for gap in gaps]
+    answer = complete(prompt=prompts, suffix=" The end.", temperature=0)
+    assert [choice.text for choice in answer.choices] == [output.text for output in expected]
+    stream = complete(prompt=TEXT, suffix=" The end.", temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == expected[0].text
+    for name, value in (("echo", True), ("prompt", [5, 6]), ("truncate_prompt_tokens", 5)):
+        with pytest.raises(openai.BadRequestError) as caught:
+            complete(extra_body={name: value, "suffix": " The end."})
+        assert caught.value.param == name
 
 
 def test_beams(complete: Any, llm: LLM) -> None:

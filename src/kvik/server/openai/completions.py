@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -27,6 +27,7 @@ from kvik.server.openai.requests import (
     GenerationFields,
     Logprobs,
     Prompt,
+    SinglePrompt,
     all_prompt_ids,
     asked_tokens,
     check_choices,
@@ -51,6 +52,7 @@ from kvik.server.responses import (
 )
 from kvik.server.route import caller_of, post, routes_of
 from kvik.server.server import Server
+from kvik.server.texts import Texts
 from kvik.server.unhonoured import SAMPLING, Table
 from kvik.text.detokenizer import Detokenizer
 from kvik.text.tokenizer import Tokenizer
@@ -60,6 +62,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     """Texts to continue."""
 
     prompt: Prompt
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: Logprobs | None = None
     best_of: Any = None  # equal to `n`
@@ -68,7 +71,6 @@ class CompletionRequest(GenerationFields, kw_only=True):
 COMPLETION: Table = {
     **SAMPLING,
     "top_logprobs": ((), "give logprobs"),
-    "suffix": (("",), "insertion is not supported"),
     "prompt_embeds": ((), "prompts are text or token ids"),
     **dict.fromkeys(("messages", "tools"), (([],), "it is for /v1/chat/completions")),
 }
@@ -118,7 +120,11 @@ async def completions(server: Server, request: Request, body: CompletionRequest)
     check_choices(several, len(inputs), params.n)
     tenant = caller_of(request).tenant
     server.generations.check_capacity(tenant, len(inputs) * params.n, several)
-    ids = await all_prompt_ids(server.texts.of(tenant), inputs, body.add_special_tokens, keep)
+    texts = server.texts.of(tenant)
+    if body.suffix:
+        ids, params = await _infilled(texts, inputs, body, params)
+    else:
+        ids = await all_prompt_ids(texts, inputs, body.add_special_tokens, keep)
     prompts = list(ids.values())
     for field in ids:
         with rename_fields(prompt=field):
@@ -137,6 +143,29 @@ async def completions(server: Server, request: Request, body: CompletionRequest)
     head = ResponseHead(f"cmpl-{generations[0].request_id}", model, generations[0].created)
     form = CompletionFormat(head, body, server.texts.tokenizer, prompts, echoes)
     return await generation_response(request, generations, form, body.stream)
+
+
+async def _infilled(
+    texts: Texts,
+    prompts: Mapping[str, SinglePrompt],
+    body: CompletionRequest,
+    params: SamplingParams,
+) -> tuple[dict[str, list[int]], SamplingParams]:
+    """Return the token ids of prompts before a suffix, and the parameters of their answers."""
+    contradicts = {
+        "echo": bool(body.echo),
+        "truncate_prompt_tokens": body.truncate_prompt_tokens is not None,
+        "add_special_tokens": body.add_special_tokens is False,
+    }
+    for name in filter(contradicts.get, contradicts):
+        raise ParamError(name, "cannot be combined with suffix")
+    ids, changed = dict[str, list[int]](), params
+    for field, prompt in prompts.items():
+        if not isinstance(prompt, str):
+            raise ParamError(field, "must be a text if there is a suffix")
+        with rename_fields(prompt=field):
+            ids[field], changed, _ = await texts.infill(prompt, body.suffix or "", params)
+    return ids, changed
 
 
 def _echo(server: Server, body: CompletionRequest, prompt: str | Sequence[int]) -> str:
