@@ -18,6 +18,7 @@ from kvik.nn.kv_formats import allocate_kv
 from kvik.spec.kv import KVCacheSpec, group_layers, stored_as
 
 
+@pytest.mark.each(6)  # a backend reads the keys of a case, a spec says which are chosen
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(

