@@ -28,7 +28,7 @@ BUDGETS = {
     "nn": 7440,
     "planner": 5910,
     "quantize": 3280,
-    "server": 12370,
+    "server": 12450,
     "spec": 5440,
     "text": 4410,
     "training": 640,

@@ -58,6 +58,7 @@ class Backend:
     healthy: bool = True
     role: str = "both"
     store: str = ""
+    models: list[str] = field(default_factory=list)
     requests: list[tuple[Scope, bytes]] = field(default_factory=list)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,6 +67,7 @@ class Backend:
             status = 200 if self.healthy else 503
             content = {"object": "list", "reason": "it rests", "role": self.role}
             content["store"] = self.store
+            content["data"] = [{"id": name} for name in self.models]
             await respond(send, status, json.dumps(content).encode())
             return
         self.requests.append((scope, body))
@@ -410,7 +412,7 @@ def test_over_two_servers_of_kvik():
             assert found.status == 200 and found.body.endswith(b"data: [DONE]\n\n")
         assert ask(front, "POST", "/v1/completions", {"prompt": 5, "model": model}).status == 400
         assert [u.errors for u in made.upstreams] == [0, 0]
-        assert sum(u.requests for u in made.upstreams) == 6
+        assert sum(u.requests for u in made.upstreams) == 5
 
 
 def test_a_stored_response_is_continued_where_it_is():
@@ -480,6 +482,52 @@ def test_only_the_server_with_the_stored_response_is_asked(monkeypatch: pytest.M
 
 def hashes_of(body: dict[str, Any]) -> list[bytes]:
     return piece_hashes(rendered(body))
+
+
+def with_models(*names: str) -> Any:
+    """Return the answers of a server with these models, in the words of kvik, vLLM or others."""
+
+    async def answer(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
+        named = scope["path"].rpartition("/models/")[2] if not body else json.loads(body)["model"]
+        if named in names:
+            await respond(send, 200, json.dumps({"from": backend.name}).encode())
+            return
+        error = {"message": f"the model '{named}' does not exist", "code": "model_not_found"}
+        await respond(send, 404, json.dumps({"error": error, "from": backend.name}).encode())
+
+    return answer
+
+
+def test_a_request_goes_to_a_server_that_has_its_model() -> None:
+    clock = [100.0]
+    one, two = Backend("one", with_models("a", "both")), Backend("two", with_models("b", "both"))
+    with site(one, two, clock=lambda: clock[0]) as made:
+        for _ in range(2):
+            for number in range(8):
+                assert made.post(f"{number}", model="a").json == {"from": "one"}
+                assert made.post(f"{number}", model="b").json == {"from": "two"}
+                made.post(f"{number}", model="both")
+            assert len(one.requests) + len(two.requests) <= 24 + 2  # each was asked once in vain
+            assert one.requests and two.requests
+            clock[0] += 60
+            one.requests.clear()
+            two.requests.clear()
+            one.answer, two.answer = two.answer, one.answer  # as adapters may be loaded elsewhere
+            one.name, two.name = two.name, one.name
+        assert made.post("x", model="c").status == 404
+        assert ask(made.front, "GET", "/v1/models/b").json == {"from": "two"}
+        assert ask(made.front, "GET", "/v1/models/c").status == 404
+
+
+def test_the_models_of_all_servers_are_listed() -> None:
+    one, two, three = Backend("one"), Backend("two"), Backend("three", healthy=False)
+    one.models, two.models, three.models = ["a", "b"], ["b", "c"], ["d"]
+    with site(one, two, three) as made:
+        for path in ("/v1/models", "/models"):
+            listed = ask(made.front, "GET", path).json
+            assert [model["id"] for model in listed["data"]] == ["a", "b", "c"]
+        two.healthy = False
+        assert [m["id"] for m in ask(made.front, "GET", "/v1/models").json["data"]] == ["a", "b"]
 
 
 def test_turns_of_a_conversation_share_their_first_pieces():

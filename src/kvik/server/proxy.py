@@ -5,6 +5,9 @@ canonical form and in chunks of characters, and assumes that a server holds the 
 answered, corrected by the usage in its answers. Bytes pass through unchanged, as fast as the client
 reads them. A request goes to another server only if no byte of an answer has arrived, or if its
 server handed it over: then the other one continues it.
+
+Servers may have different models. Which ones a server lacks is learned from its answers, so that
+it works with keys and with adapters that come and go.
 """
 
 from __future__ import annotations
@@ -103,6 +106,11 @@ UNAVAILABLE = 503  # the server has not begun the request
 RETRIED = (502, UNAVAILABLE, 504)  # another server may succeed
 MAX_BEGUN = 2  # servers that may have begun the same request
 STORED = re.compile(r"/responses/(resp_[^/]+)")
+MODEL = re.compile(r"/models/(.+)$")
+NOT_FOUND = 404
+MAX_MODELS_BYTES = 1 << 20  # of a server's list of models
+LACKS_SECONDS = 30.0  # after which a server is asked again for a model that it lacked
+MAX_LACKED = 1024  # models that a server is known to lack; the oldest are forgotten
 GENERATES = re.compile(r"/(chat/completions|completions?|messages|responses|generate)$")
 SAFE_ID = re.compile(rb"[A-Za-z0-9_.-]{1,128}")
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt_tokens|input_tokens)"\s*:\s*(\d{1,12})')
@@ -189,6 +197,7 @@ class RoutedPrompt(NamedTuple):
     size: int = 0  # characters
     session: str = ""  # name shared by requests that belong together
     store: str = ""  # name of the store of the response that the request is about; "": of none
+    model: str = ""  # that is named; "": none
 
 
 def piece_hashes(text: bytes) -> list[bytes]:
@@ -313,6 +322,8 @@ class Proxy:
         self.prefills = 0
         self.moves = 0
         self.budget = BodyBudget(LIMITS)
+        # Models that each server does not have -> when it said so, the oldest first.
+        self._lacking: list[dict[str, float]] = [{} for _ in urls]
         self._hosts = hosts
         self._timeout = timeout
         self._clock = clock
@@ -379,6 +390,10 @@ class Proxy:
             return
         handlers = {"/health": self._health, "/ready": self._health, "/ping": self._health}
         handlers |= {"/replicas": self._state, "/metrics": self._metrics}
+        lists = scope["method"] == "GET" and scope["path"] in ("/v1/models", "/models")
+        if lists and (models := await self._models(scope)) is not None:
+            await models(scope, receive, send)
+            return
         if scope["method"] in ("GET", "HEAD") and scope["path"] in handlers:
             await handlers[scope["path"]]()(scope, receive, send)
             return
@@ -400,11 +415,25 @@ class Proxy:
         choice = self._router.choose(*facts, {*avoid, *prefill})
         return self._router.choose(*facts, avoid) if choice is None and prefill else choice
 
-    def without(self, store: str) -> list[int]:
-        """Return the servers that lack a store; [] if it belongs to none, so that any of them may
-        say that."""
-        lacking = [i for i, server in enumerate(self.upstreams) if server.store != store]
-        return lacking if store and len(lacking) < len(self.upstreams) else []
+    def without(self, prompt: RoutedPrompt) -> list[int]:
+        """Return the servers that lack the store or the model of a request; [] if all do, so that
+        any of them may say that."""
+        since, store = self._clock() - LACKS_SECONDS, prompt.store
+        lacking = [
+            i
+            for i, server in enumerate(self.upstreams)
+            if (store and server.store != store)
+            or self._lacking[i].get(prompt.model, since) > since
+        ]
+        return lacking if len(lacking) < len(self.upstreams) else []
+
+    def lacks(self, number: int, model: str) -> None:
+        """Note that a server does not have a model."""
+        lacked = self._lacking[number]
+        lacked.pop(model, None)
+        lacked[model] = self._clock()
+        if len(lacked) > MAX_LACKED:
+            del lacked[next(iter(lacked))]
 
     async def has_others(self, numbers: Collection[int]) -> bool:
         """Return whether a server other than these is available. If none seems to be, their health
@@ -421,6 +450,7 @@ class Proxy:
         if self.upstreams[choice.replica].role != "decode" or missing < MIN_MISSING:
             return None
         avoided = set(range(len(self.upstreams))) - self._prefill_servers()
+        avoided |= set(self.without(prompt))
         return self._router.choose(prompt.hashes, prompt.size, self._clock(), avoid=avoided)
 
     def sent(self, name: str, choice: ReplicaChoice, prompt: RoutedPrompt) -> None:
@@ -552,13 +582,36 @@ class Proxy:
                     "name the URL that clients use, without /v1",
                 )
 
-    async def _get(self, url: str) -> tuple[int, bytes]:
+    async def _models(self, scope: Scope) -> Response | None:
+        """Return the models of all servers, each once; None: let one of them answer."""
+        headers = passed_on(scope["headers"], NOT_PASSED_ON)
+        healthy = [server for server in self.upstreams if server.healthy]
+        if len(healthy) < 2:
+            return None
+        answers = await asyncio.gather(
+            *(self._get(server.url + "/v1/models", headers) for server in healthy),
+            return_exceptions=True,
+        )
+        models: dict[str, object] = {}
+        for answer in answers:
+            if isinstance(answer, tuple) and answer[0] == 200:
+                with suppress(ValueError, TypeError, KeyError):
+                    for model in msgspec.json.decode(answer[1])["data"]:
+                        models.setdefault(model["id"], model)
+        return _json(200, {"object": "list", "data": [*models.values()]}) if models else None
+
+    async def _get(
+        self, url: str, headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> tuple[int, bytes]:
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT)
+        pairs = _decoded(headers)
         try:
-            async with self.session.get(url, timeout=timeout, allow_redirects=False) as answer:
-                return answer.status, await answer.content.read(1 << 20)
+            async with self.session.get(
+                url, headers=pairs, timeout=timeout, allow_redirects=False
+            ) as answer:
+                return answer.status, await answer.content.read(MAX_MODELS_BYTES)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise UpstreamError(error) from None
 
@@ -636,7 +689,7 @@ class _Passing:
         if client is not None:
             headers.append((b"x-forwarded-for", str(client[0]).encode()))
         self._headers, self._content, self._prompt = headers, body, self._read_prompt(body)
-        lacking = self._proxy.without(self._prompt.store)
+        lacking = self._proxy.without(self._prompt)
         tried = [*lacking]
         while True:
             choice = self._proxy.choose(self._prompt, tried)
@@ -665,6 +718,8 @@ class _Passing:
         """Return the prompt of a body; an empty one if there is none."""
         if stored := STORED.search(self._scope["path"]):
             return RoutedPrompt(store=store_of(stored[1]))
+        if named := MODEL.search(self._scope["path"]):
+            return RoutedPrompt(model=named[1])
         if self._scope["method"] != "POST" or body.lstrip()[:1] != b"{":
             return RoutedPrompt()
         try:
@@ -675,7 +730,9 @@ class _Passing:
         session = fields.get("session_id") or fields.get("prompt_cache_key")
         name = session if isinstance(session, str) else ""
         size = len(text) if len(body) <= LARGE_BODY else len(body)
-        return RoutedPrompt(piece_hashes(text), size, name, _store_named(fields))
+        model = fields.get("model")
+        hashes, store = piece_hashes(text), _store_named(fields)
+        return RoutedPrompt(hashes, size, name, store, model if isinstance(model, str) else "")
 
     async def _ask(
         self, choice: ReplicaChoice, tried: Collection[int], resumed: _Resumed | None = None
@@ -727,7 +784,7 @@ class _Passing:
         """
         proxy = self._proxy
         proxy.moves += 1
-        tried = [previous.replica]
+        tried = [previous.replica, *proxy.without(self._prompt)]
         release = asyncio.get_running_loop().call_later(LET_GO_SECONDS, answer.close)
         try:
             while True:
@@ -781,7 +838,7 @@ class _Passing:
         none, or it breaks off."""
         import aiohttp
 
-        pairs = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in headers]
+        pairs = _decoded(headers)
         method, target = self._scope["method"], self._target(choice)
         try:
             async with self._proxy.session.request(
@@ -853,12 +910,19 @@ class _Passing:
                 self._note_failure(choice, f"it answers with status {answer.status}")
                 self._num_begun = num_begun
                 return None
+            read = b""
+            if answer.status == NOT_FOUND and self._prompt.model:
+                read = await answer.content.read(MAX_PREFILLED)
+                others = {*tried, choice.replica}
+                if self._prompt.model in _message(read) and await proxy.has_others(others):
+                    proxy.lacks(choice.replica, self._prompt.model)
+                    return None
             passed = passed_on(answer.raw_headers, HOP_BY_HOP)
             limit_unread(scope, UNREAD_SECONDS)
             start = {"type": "http.response.start", "status": answer.status, "headers": passed}
             mark = MovedMark() if answer.content_type == "text/event-stream" else None
             first = True
-            async for part in answer.content.iter_any():
+            async for part in _parts(read, answer):
                 if first:
                     proxy.began(name)
                     if resumed is not None:
@@ -898,6 +962,23 @@ class _Passing:
 def _json(status: int, body: object) -> Response:
     headers = {"cache-control": "no-store"}
     return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+def _decoded(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
+    return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
+
+
+async def _parts(read: bytes, answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Iterate over the parts of an answer of which some was read before."""
+    if read:
+        yield read
+    async for part in answer.content.iter_any():
+        yield part
+
+
+def _message(body: bytes) -> str:
+    """Return the message of an error."""
+    return _text(body, "error", "message") or _text(body, "message")
 
 
 def _described(error: Exception) -> str:
