@@ -89,6 +89,11 @@ UNHONOURED: Table = {
 }
 
 
+# What editors send with every request, and other routes refuse.
+OF_EDITORS = ("samplers", "n_indent", "t_max_predict_ms")
+INFILL: Table = {name: row for name, row in UNHONOURED.items() if name not in OF_EDITORS}
+
+
 class Timings(Struct, kw_only=True):
     """Times of one answer in milliseconds; the prompt's is the time to the first token."""
 
@@ -146,9 +151,7 @@ async def completion(server: Server, request: Request, body: LlamaCompletionRequ
     return await _answer(server, request, body, GenerationRequest(ids, params), model, text)
 
 
-@post(
-    "/infill", UNHONOURED, answer=LlamaCompletion, note="Fill a gap in a text, as llama.cpp does."
-)
+@post("/infill", INFILL, answer=LlamaCompletion, note="Fill a gap in a text, as llama.cpp does.")
 async def infill(server: Server, request: Request, body: LlamaInfillRequest) -> Response:
     """Write what stands between two texts, for editors of code; streams are as of /completion."""
     model, defaults = server.served(body.model)
