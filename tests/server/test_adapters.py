@@ -168,14 +168,18 @@ def test_an_operator_loads_and_unloads_them(site: Site, path: str) -> None:
 
 
 @pytest.mark.parametrize("constraint", [{}, {"regex": "[a-z ]{9}"}])
+@pytest.mark.parametrize(
+    ("path", "field"), [("/v1/completions", "model"), ("/v1/generate", "adapter")]
+)
 def test_one_that_is_unloaded_while_a_request_is_prepared_is_not_found(
-    site: Site, constraint: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    site: Site, path: str, field: str, constraint: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its prompt is being tokenised, or its constraint compiled."""
+    """Its prompt is being tokenised, or its constraint compiled. The error names the field that
+    chose it."""
     folder = site.engine.client.config.runner.adapters[0].folder
     loading = {"lora_name": "mate", "lora_path": folder}
     assert ask(site.server, "POST", "/admin/adapters/load", loading).status == 200
-    body = {"model": "mate", "prompt": PROMPT, **constraint}
+    body = {field: "mate", "prompt": PROMPT, **constraint}
     begun, unloaded = threading.Event(), threading.Event()
     encode = Texts.encode
 
@@ -193,9 +197,10 @@ def test_one_that_is_unloaded_while_a_request_is_prepared_is_not_found(
     else:
         monkeypatch.setattr(Texts, "encode", encode_late)
     with ThreadPoolExecutor() as pool:
-        late = pool.submit(ask, site.server, "POST", "/v1/completions", body)
+        late = pool.submit(ask, site.server, "POST", path, body)
         assert begun.wait(30)
         ask(site.server, "POST", "/admin/adapters/unload", {"lora_name": "mate"})
         unloaded.set()
         reply = late.result()
     assert (reply.status, reply.error["code"]) == (404, "model_not_found")
+    assert reply.error["param"] == field

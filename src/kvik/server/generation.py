@@ -139,6 +139,7 @@ class GenerationRequest:
     unenforced: tuple[str, ...] = ()  # parts of schemas that are not enforced
     movable: bool = True  # another server could continue it
     field: str = "prompt"  # the name of the prompt in the caller's request, for errors
+    adapter_field: str = "model"  # that of the adapter
 
     @property
     def operation(self) -> str:
@@ -188,6 +189,7 @@ class Generation:
         # A parameter that the server changed under pressure ("max_tokens=64"), or "".
         self.degraded = degraded
         self.adapter = adapter  # digest of the one it chose; another may have that name by now
+        self.adapter_field = "model"  # its name in the caller's request
         self.unenforced: tuple[str, ...] = ()  # parts of a JSON Schema that are not enforced
         self.transfer = ALONE  # where its prompt is computed, and for whom
         # Where its prompt is kept for another server; set with the result.
@@ -322,7 +324,7 @@ class Generations:
                 self._check_resumed(transfer.resumed, requests)
             checked: list[tuple[EngineRequest, tuple[str, ...]]] = []
             for request in requests:
-                with rename_fields(prompt=request.field):
+                with rename_fields(prompt=request.field, adapter=request.adapter_field):
                     engine_request, left_out = await self._engine_request(
                         request, tenant, arrived, transfer
                     )
@@ -343,6 +345,7 @@ class Generations:
                     )
                     generation = self._add(request, engine_request, record, changed)
                     generation.unenforced = (*request.unenforced, *left_out)
+                    generation.adapter_field = request.adapter_field
                     generation.transfer = transfer
                     alone = len(requests) == 1
                     generation.movable = alone and request.movable and _movable(engine_request)
@@ -545,7 +548,7 @@ class Generations:
         for delta in deltas:
             generation = self.live.get(delta.request_id)
             if generation is not None and delta.finish_reason in _FAILED:
-                self._fail(generation, _failure(delta, generation.record), delta.finish_reason)
+                self._fail(generation, _failure(delta, generation), delta.finish_reason)
         for output in processed.finished:
             generation = self.live.get(output.request_id)
             if generation is not None:
@@ -646,7 +649,8 @@ def _movable(request: EngineRequest) -> bool:
     return request.params.prompt_logprobs is None and not (request.pooling or request.lends)
 
 
-def _failure(delta: RequestDelta, record: GenerationRecord) -> KvikError:
+def _failure(delta: RequestDelta, generation: Generation) -> KvikError:
+    record = generation.record
     if delta.refused is not None:
         return OverloadError(
             delta.refused, delta.error or "the queue is full", 1.0, of_caller=False
@@ -658,7 +662,7 @@ def _failure(delta: RequestDelta, record: GenerationRecord) -> KvikError:
     name, _, reason = (delta.error or "").partition(": ")
     if name in PARAMETERS:  # a constraint of the caller cannot be satisfied
         if name == "adapter":  # it was unloaded meanwhile
-            return ParamError(name, reason, code=MODEL_NOT_FOUND)
+            return ParamError(generation.adapter_field, reason, code=MODEL_NOT_FOUND)
         return ParamError(record.params.restriction if name == "structured" else name, reason)
     if delta.error == NOTHING_ALLOWED:
         return ParamError(record.params.restriction, "leaves no token, with the other parameters")

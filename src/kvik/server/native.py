@@ -98,6 +98,7 @@ async def generate(server: Server, request: Request, body: GenerateRequest) -> R
         priority=body.priority,
         cache_salt=body.cache_salt,
         deadline_ms=body.deadline_ms,
+        adapter_field="adapter",
     )
     (generation,) = await start_all(server, request, [generation_request], stream=body.stream)
     form = GenerateFormat(generation)
