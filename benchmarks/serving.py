@@ -260,41 +260,26 @@ def show(name: str, values: Sequence[float], form: str) -> None:
 
 def run_engine(number: int, beats: int) -> None:
     """Run the engine's process, paced."""
-    from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
+    from kvik.core.plan import SchedulerOutput
     from kvik.engine.host import EngineHost
-    from kvik.engine.loop import Executor
     from kvik.engine.wire import HostSocket, to_start
     from kvik.engine_process import beat
     from kvik.launch import load_loop
-
-    class Paced:
-        """Runs steps that start at least `PACED_STEP` apart."""
-
-        def __init__(self, inner: Executor) -> None:
-            self._inner = inner
-            self._next = 0.0
-            self.depth, self.in_turn, self.lost = inner.depth, inner.in_turn, ""
-
-        def submit(self, plan: SchedulerOutput) -> object:
-            time.sleep(max(0.0, self._next - time.monotonic()))
-            self._next = time.monotonic() + PACED_STEP
-            return self._inner.submit(plan)
-
-        def result(self, handle: object) -> ModelRunnerOutput:
-            return self._inner.result(handle)
-
-        def idle_step(self) -> bool:
-            return self._inner.idle_step()
-
-        def stop(self) -> None:
-            self._inner.stop()
 
     line = HostSocket(socket.socket(fileno=number))
     _beating = beat(beats)
     while not (bodies := line.receive(None)):
         pass
     loop = load_loop(to_start.decode(bodies[0]).config, None)
-    loop.executor = Paced(loop.executor)
+    submit, due = loop.executor.submit, 0.0
+
+    def submit_paced(plan: SchedulerOutput) -> object:
+        nonlocal due
+        time.sleep(max(0.0, due - time.monotonic()))
+        due = time.monotonic() + PACED_STEP
+        return submit(plan)
+
+    loop.executor.submit = submit_paced
     EngineHost(loop, line).run()
 
 
