@@ -246,12 +246,14 @@ def flag_of(name: str) -> str:
 
 def help_of(option: Option, *, default: bool) -> str:
     """Return the help text of an option for its flag. Other options in the text are named by their
-    flags, not by their Python names.
+    flags, not by their Python names, and what None means is named as the default.
 
     Args:
         default: append the default.
     """
     text = option.description
+    if option.default is None:
+        text = re.sub(r"\bNone: ", "default: ", text)
     if default and option.default not in (None, (), ""):
         text += f"; default: {_shown(option.default)}"
 

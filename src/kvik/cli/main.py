@@ -21,23 +21,23 @@ from kvik.files import check_current_folder
 VERBS: Mapping[str, tuple[str, str]] = {
     "generate": ("kvik.cli.generate", "complete a prompt"),
     "chat": ("kvik.cli.chat", "talk to a model"),
-    "serve": ("kvik.cli.serve", "an HTTP server for OpenAI's and Anthropic's clients"),
-    "route": ("kvik.cli.route", "one address in front of several servers, routed by their caches"),
+    "serve": ("kvik.cli.serve", "serve a model over HTTP to clients of OpenAI and Anthropic"),
+    "route": ("kvik.cli.route", "forward requests to several servers, by what they have cached"),
     "top": ("kvik.cli.top", "show what a running server is doing"),
     "export": ("kvik.cli.export", "write a model as a GGUF file"),
     "models": ("kvik.cli.models", "list the supported models"),
-    "info": ("kvik.cli.info", "describe a model and what fits this machine"),
+    "info": ("kvik.cli.info", "describe a model and how it would run on this machine"),
     "eval": ("kvik.cli.eval", "measure perplexity and the divergence from a reference"),
     "quantize": ("kvik.cli.quantize", "write a model in fewer bits"),
-    "build": ("kvik.cli.build", "write an engine folder, which starts faster"),
+    "build": ("kvik.cli.build", "write an engine folder, from which a model starts faster"),
     "kv-budget": (
         "kvik.cli.kv_budget",
         "measure how many tokens each layer should keep in the KV cache",
     ),
     "train-heads": ("kvik.cli.train_heads", "train draft heads for speculative decoding"),
-    "replay": ("kvik.cli.replay", "replay a recording of a server and compare"),
+    "replay": ("kvik.cli.replay", "run a recording of a server again and compare"),
     "plan": ("kvik.cli.plan", "predict memory, speed and cost of a model on some hardware"),
-    "advise": ("kvik.cli.advise", "what to change, and the predicted gain"),
+    "advise": ("kvik.cli.advise", "recommend what to change, with predicted gains"),
 }
 
 USAGE_ERROR = 2

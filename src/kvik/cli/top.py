@@ -246,7 +246,7 @@ MIN_ROWS = 3
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser("top", "[--url URL]", "Watch a running server. q and Ctrl-C leave.")
+    parser = Parser("top", "[--url URL]", "Watch a running server. q or Ctrl-C quits.")
     parser.add_argument(
         "--url", default="http://127.0.0.1:8000", help="URL of the server (default: %(default)s)"
     )

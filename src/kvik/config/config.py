@@ -151,7 +151,7 @@ class EngineConfig:
     revision: str | None = option(
         None,
         Text("a branch, tag or commit", r"[^\0]+", "REV"),
-        "branch, tag or commit of a model on the hub; none: its main branch",
+        "branch, tag or commit of a model on the hub; None: its main branch",
     )
     lora: str | None = option(
         None,
@@ -168,14 +168,14 @@ class EngineConfig:
     max_adapters: int | None = option(
         None,
         Integer(1, MAX_ADAPTERS),
-        "adapters that have room at once, at least those of `adapters`; the others can be loaded "
-        "while the engine runs; none: those of `adapters`",
+        "most adapters that are loaded at once, at least those of `adapters`; others can be loaded "
+        "while the engine runs; None: the number of `adapters`",
     )
     max_adapter_rank: int | None = option(
         None,
         Integer(1, 1024),
-        "rank of adapters for which each layer except experts has room, at least that of "
-        f"`adapters`; none: {ADAPTER_RANK} with max_adapters, else that of `adapters`",
+        "largest rank of an adapter, for which memory is reserved in each layer except experts; "
+        f"None: {ADAPTER_RANK} with max_adapters, else the largest rank of `adapters`",
     )
     chat_template: str | None = option(
         None,
@@ -186,7 +186,7 @@ class EngineConfig:
         None,
         Text("a folder", r"[^\0]+", "DIR"),
         "folder that caches loaded weights in their memory layout, so that the next start maps "
-        "them; an entry that does not match is rebuilt; none: weights are loaded every time",
+        "them; an entry that does not match is rebuilt; None: weights are loaded every time",
     )
     dtype: str = option(
         "auto",
@@ -213,8 +213,8 @@ class EngineConfig:
     window: int | None = option(
         None,
         Integer(1, MAX_POSITIONS),
-        "most recent tokens that a token sees, including itself; with attention_sinks, generation "
-        "is unbounded; None: all, or as the model defines",
+        "number of most recent tokens that a token sees, including itself; with attention_sinks, "
+        "generation is unbounded; None: all, or as the model defines",
     )
     attention_sinks: int = option(
         0,
@@ -264,7 +264,7 @@ class EngineConfig:
                 "vector, its range is of no use, and it has one bit less"
             },
         ),
-        "format of keys and values; auto: the model's dtype",
+        "format of the keys and values in the cache; auto: the model's dtype",
     )
     kv_cache_dtype_skip_layers: tuple[int, ...] = option(
         (),
@@ -274,14 +274,14 @@ class EngineConfig:
     kv_tiers: str | None = option(
         None,
         Tiers(),
-        "tiers that keep evicted KV blocks, such as memory:4GiB,disk:DIR:200GiB; none: "
+        "tiers that keep evicted KV blocks, such as memory:4GiB,disk:DIR:200GiB; None: "
         "evicted blocks are computed again",
     )
     role: str = option(
         "both",
         OneOf(ROLES),
-        "of a server; prefill: computes prompts for servers with the role decode, which fetch "
-        "their KV blocks; both: no division of work",
+        "what a server does; prefill: computes prompts for servers with the role decode, which "
+        "fetch the KV blocks; both: computes and decodes its own requests",
     )
     kv_listen: str = option(
         "127.0.0.1",
@@ -301,7 +301,7 @@ class EngineConfig:
     batch_size: int | None = option(
         None,
         Integer(1, 65_536),
-        "requests per batch of the static and dynamic policies; none: 8, or fewer if a step has "
+        "requests per batch of the static and dynamic policies; None: 8, or fewer if a step has "
         "room for fewer",
     )
     max_wait: float | None = option(
@@ -327,12 +327,13 @@ class EngineConfig:
     kernels: str = option(
         "auto",
         OneOf(("auto", "native", "triton", "torch")),
-        "native: C++, on a CPU; triton: on a GPU",
+        "kernels that compute; native: C++, on a CPU; triton: on a GPU; torch: torch's own",
     )
     attention_backend: str = option(
         "auto",
         OneOf(("auto", "cpu", "triton", "triton+sdpa", "sdpa", "reference")),
-        "cpu: the native kernels; triton+sdpa: Triton's, and torch's for long prompts",
+        "kernels of attention; cpu: the native ones; triton+sdpa: Triton's, and torch's for long "
+        "prompts",
     )
     threads: int | None = option(
         None, Integer(1, 1024), "CPU threads; None: the cores this process may use"
@@ -356,13 +357,13 @@ class EngineConfig:
     expert_parallel: bool = option(
         False,
         Flag(),
-        "each process of tensor_parallel_size has some whole experts, not a part of each",
+        "give each process of tensor_parallel_size some whole experts, not a part of each",
     )
     tensor_parallel_cut: str = option(
         "auto",
         OneOf(("auto", "exact", "fast")),
-        "exact: matrices are divided by outputs, sums are not; fast: half the exchanges, the "
-        "default on GPUs",
+        "how matrices are divided; exact: by outputs, so that no sum is divided; fast: with half "
+        "the exchanges, the default on GPUs",
     )
     distributed_executor_backend: str = option(
         "mp",
@@ -373,12 +374,12 @@ class EngineConfig:
     load_format: str = option(
         "safetensors",
         OneOf(("safetensors", "random"), {"auto": "safetensors", "dummy": "random"}),
-        "random: weights drawn from `seed`, or from 0 without it, for benchmarks",
+        "where weights come from; random: drawn from `seed`, or from 0 without it, for benchmarks",
     )
     fallback: str = option(
         "none",
         OneOf(("none", "transformers")),
-        "transformers: a model that kvik does not implement runs through that library, slowly",
+        "what runs a model that kvik does not implement; transformers: that library, slowly",
     )
     seed: int | None = option(
         None,

@@ -61,7 +61,7 @@ class ServerConfig:
     ssl_keyfile: str | None = option(
         None,
         FILE,
-        "file with the private key of the certificate (PEM, without a password); none: it is in "
+        "file with the private key of the certificate (PEM, without a password); None: it is in "
         "the file of the certificate",
     )
     root_path: str = option(
@@ -104,7 +104,7 @@ class ServerConfig:
         "found from its chat template; none: tools are refused",
     )
     admin_port: int | None = option(
-        None, PORT, "port of the admin routes, on the loopback address; none: no such routes"
+        None, PORT, "port of the admin routes, on the loopback address; None: no such routes"
     )
     shutdown_timeout: float = option(
         30.0,
@@ -129,12 +129,12 @@ class ServerConfig:
         "none", OneOf(("none", "vllm")), "also expose metrics under the names that vLLM gives them"
     )
     record: str | None = option(
-        None, FILE, "file for a recording, which kvik replay runs again; none: no recording"
+        None, FILE, "file for a recording, which kvik replay runs again; None: no recording"
     )
     pressure_max_tokens: int | None = option(
         None,
         Integer(1, 2**31 - 1),
-        "most tokens of an answer while the server is under pressure; none: no such limit",
+        "most tokens of an answer while the server is under pressure; None: no such limit",
     )
     stored_response_bytes: int = option(
         64 << 20,
@@ -151,7 +151,7 @@ class ServerConfig:
     otlp_endpoint: str | None = option(
         None,
         Text("a URL such as http://127.0.0.1:4318/v1/traces", r"https?://[^\s/]\S*", "URL"),
-        "URL to which traces of requests are sent (OTLP over HTTP); none: no traces",
+        "URL to which traces of requests are sent (OTLP over HTTP); None: no traces",
     )
     log_level: str = option(
         "info",

@@ -331,8 +331,8 @@ class SamplingParams(metaclass=_OtherNames):
     repetition_penalty: float = _parameter(
         1.0,
         Number(1e-3, 10),  # logits that are divided by a smaller one may overflow
-        "divides (multiplies negative) logits of tokens of the prompt and the output (Keskar et "
-        "al. 2019)",
+        "divisor of the logits of tokens of the prompt and the output; negative logits are "
+        "multiplied by it (Keskar et al. 2019)",
         alias="repeat_penalty",
         label="Repetition penalty",
         stored="repetition_penalty",
@@ -351,7 +351,9 @@ class SamplingParams(metaclass=_OtherNames):
         2, Integer(1, MAX_INT32), "repetitions shorter than this many tokens cost nothing"
     )
     dry_penalty_last_n: int = _parameter(
-        -1, Integer(-1, MAX_INT32), "tokens that DRY looks back at; -1: all of the context, 0: none"
+        -1,
+        Integer(-1, MAX_INT32),
+        "number of last tokens in which DRY looks for repetitions; -1: the whole context, 0: none",
     )
     dry_sequence_breakers: Sequence[str | Sequence[int]] = _parameter(
         ("\n", ":", '"', "*"),
@@ -363,7 +365,7 @@ class SamplingParams(metaclass=_OtherNames):
         None, LogitBias(), "values added to the logits of tokens, by token id"
     )
     allowed_token_ids: Sequence[int] | None = _parameter(
-        None, TokenIds(min_entries=1), "if given, no other token can be sampled"
+        None, TokenIds(min_entries=1), "the only tokens that can be sampled, by id"
     )
     bad_words: Sequence[str | Sequence[int]] = _parameter(
         (),
@@ -374,8 +376,8 @@ class SamplingParams(metaclass=_OtherNames):
     min_tokens: int = _parameter(
         0,
         COUNT,
-        "number of output tokens before which neither EOS nor a stop id can come. A stop string "
-        "counts only if it ends after them; it may begin before, and the text is cut there",
+        "least number of output tokens, before which neither EOS nor a stop id can be sampled. A "
+        "stop string counts only if it ends after them; the text is cut where it begins",
         label="Min tokens",
     )
     max_tokens: int | None = _parameter(
@@ -401,7 +403,7 @@ class SamplingParams(metaclass=_OtherNames):
     logprobs: int | None = _parameter(
         None,
         Integer(0, MAX_LOGPROBS),
-        "report the log probability of each sampled token and this many alternatives",
+        "report the log probability of each sampled token and of this many alternatives",
     )
     prompt_logprobs: int | None = _parameter(
         None, Integer(0, MAX_LOGPROBS), "the same for each prompt token"
@@ -424,7 +426,7 @@ class SamplingParams(metaclass=_OtherNames):
         alias="structured_outputs",
     )
     speculation: bool = _parameter(
-        True, Flag(), "use speculative decoding for this request, if the engine has it"
+        True, Flag(), "use speculative decoding for this request, if it is on in the engine"
     )
     adapter: str = _parameter(
         "",

@@ -139,7 +139,7 @@ class Question:
     window: int | None = option(
         None,
         Integer(1, MAX_POSITIONS),
-        "most recent tokens that a token sees; None: all, or the model's",
+        "number of most recent tokens that a token sees; None: all, or the model's",
     )
     attention_sinks: int = option(
         0, Integer(0, MAX_POSITIONS), "first tokens that a token sees in addition to the window"
