@@ -88,8 +88,8 @@ class ToolUse:
                 raise ParamError("tool_choice", "needs tools that the client runs")
             return None
         if form.tool_format == NO_TOOLS:
-            reason = "the chat template of this model writes no tool calls that are known"
-            raise ParamError("tools", f"{reason}; the server's --tool-format names their format")
+            reason = "this model's chat template shows no known format of tool calls"
+            raise ParamError("tools", f"{reason}; the server's --tool-format sets one")
         if len(functions) > MAX_TOOLS:
             raise ParamError("tools", f"at most {MAX_TOOLS} tools, not {len(functions)}")
         tools: dict[str, Tool] = {}

@@ -25,13 +25,13 @@ STRUCTURED = "give response_format or structured_outputs"
 CODES: Mapping[str, str] = {"thread": "thread_unsupported_request"}
 
 _OFF = (0, False)
-_TRUNCATED = f"tokens are cut off with {', '.join(one.name for one in TRUNCATIONS)} alone"
-_TEMPERED = "the temperature is one number: give temperature"
+_TRUNCATED = f"unlikely tokens are dropped by {', '.join(one.name for one in TRUNCATIONS)} only"
+_TEMPERED = "the temperature of a request is constant: give temperature"
 _PENALISED = (
     "repetition is penalised with repetition_penalty, presence_penalty, frequency_penalty and DRY"
 )
 _WHOLE = "penalties count all tokens of the prompt and the output"
-_GUIDED = "there is no guidance by a second prompt"
+_GUIDED = "guidance by a second prompt is not implemented"
 _ADAPTERS = "give the name of an adapter (--adapters) as the model"
 _FIXED_ORDER = "the order of the samplers is fixed"
 _LIMITS = (
@@ -119,14 +119,14 @@ SAMPLING: Table = {
     "stop_strings": (("", []), "give stop"),
     "stop_sequences": (([],), "give stop"),
     "no_stop_trim": (_OFF, "give include_stop_str_in_output"),
-    "n_indent": (_OFF, "lines end where the model ends them"),
+    "n_indent": (_OFF, "indentation does not end an answer"),
     "n_keep": (_OFF, "prompts are not truncated"),
     "n_discard": (_OFF, "prompts are not truncated"),
     "num_ctx": ((), "the context is the server's: --max-model-len"),
     "truncate": ((), "prompts are not truncated"),
     "truncate_prompt_tokens": ((), "prompts are not truncated"),
     "t_max_predict_ms": (_OFF, "give deadline_ms"),
-    "token_healing": (_OFF, "the last token of a prompt is not taken back"),
+    "token_healing": (_OFF, "the last token of a prompt is kept"),
     "kv_transfer_params": (({},), "the KV cache is not transferred"),
     **dict.fromkeys(
         ("options", "parameters", "sampling_params", "extra_body"),
@@ -181,8 +181,8 @@ def refuse(values: Mapping[str, object], table: Table, param: str | None = None)
             continue
         if param is None:
             code = CODES.get(name, "")
-            raise ParamError(name, f"is not honoured: {reason}", code=code)
-        raise ParamError(param, f"have {name}, which is not honoured: {reason}")
+            raise ParamError(name, f"is not supported: {reason}", code=code)
+        raise ParamError(param, f"have {name}, which is not supported: {reason}")
 
 
 def _equal(value: object, other: object) -> bool:

@@ -240,7 +240,7 @@ def test_the_end_of_a_conversation_is_kept(http: httpx2.Client, llm: LLM) -> Non
 
 def test_a_template_without_tools_refuses_them(client: openai.OpenAI) -> None:
     tool: Any = {"type": "function", "function": {"name": "now"}}
-    with pytest.raises(openai.BadRequestError, match="writes no tool calls that are known"):
+    with pytest.raises(openai.BadRequestError, match="shows no known format of tool calls"):
         client.chat.completions.create(
             model="stories", messages=[{"role": "user", "content": "When?"}], tools=[tool]
         )

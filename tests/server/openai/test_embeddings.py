@@ -78,7 +78,7 @@ def test_dimensions_are_the_models(client: openai.OpenAI) -> None:
         ([[1], [1] * 513], "input[1]", "context length is 512"),
         (["a", "word " * 9000], "input[1]", "context length is 512"),
         (["a"] * 2049, "input", "at most 2048"),
-        ({"normalize": False}, "normalize", "is not honoured: vectors have length 1"),
+        ({"normalize": False}, "normalize", "is not supported: vectors have length 1"),
         ({"late_chunking": True}, "late_chunking", "one by one"),
         ({"pooling": "sum"}, "pooling", 'allowed: "cls", "last", "max", "mean"'),
     ],
