@@ -262,7 +262,7 @@ def load_tokenizer(resolved: ResolvedConfig) -> Tokenizer | None:
     file = resolved.chat_template
     if not files.has_tokenizer():
         if file is not None:
-            raise ConfigError("chat_template", "is of no use: this model has no tokenizer")
+            raise ConfigError("chat_template", "has no effect: this model has no tokenizer")
         return None
     tokenizer = files.tokenizer()
     if file is not None:

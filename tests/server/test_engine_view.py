@@ -221,7 +221,7 @@ def test_the_number_of_watchers_is_bounded(site: Site) -> None:
             next_frame(two)
             reply = ask(site.server, "GET", "/v1/engine/live")
             assert reply.status == 503 and int(reply.headers["retry-after"]) >= 1
-            assert f"watched by {MAX_WATCHERS} already" in reply.error["message"]
+            assert f"has {MAX_WATCHERS} watchers already" in reply.error["message"]
             assert ask(site.server, "GET", "/v1/engine").status == 200  # it ends at once
             next_frame(one)
             next_frame(two)

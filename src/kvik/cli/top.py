@@ -340,7 +340,7 @@ def read(status: int, body: bytes) -> Frame:
     fields = error if isinstance(error, dict) else {}
     message = plain(str(fields.get("message", "")))
     if status == 401 or fields.get("code") == "admin_key_needed":
-        raise KvikError("api_key", message or "the server does not take it")
+        raise KvikError("api_key", message or "the server does not accept it")
     if status in (200, 404):
         raise KvikError("url", f"the server there has no {PATH}: it is not kvik")
     raise KvikError("url", f"the server answers with status {status} {message}".rstrip())

@@ -261,7 +261,7 @@ class EngineConfig:
             SYNONYMS,
             {
                 "fp8_e5m2": "must be fp8 (E4M3) or int8, not fp8_e5m2: with a scale for each "
-                "vector, its range is of no use, and it has one bit less"
+                "vector, its larger range has no use, and its numbers have one bit less"
             },
         ),
         "format of the keys and values in the cache; auto: the model's dtype",

@@ -212,7 +212,7 @@ def _reading(spec: ModelSpec, model: ModelSpec) -> tuple[LayerSpec, ...]:
         if ours != theirs:
             raise ModelError(name, f"must be {theirs}, not {ours}")
     if any(layer.token_input or layer.experts for layer in spec.layers):
-        raise ModelError(TEXT, "must have no experts and no inputs of each token")
+        raise ModelError(TEXT, "must have no experts and no token embeddings of each layer")
     owners = {
         layer.window is None: number
         for number, layer in enumerate(model.layers)

@@ -72,7 +72,7 @@ class Declarations:
     skipped: set[str] = field(default_factory=set)  # prefixes of names that are not used here
     elsewhere: set[str] = field(default_factory=set)  # prefixes of names that other stages read
     embedding: str = ""  # name of the embedding, if it is also the head
-    unread_head: str = ""  # name of a head, which some checkpoints contain all the same
+    unread_head: str = ""  # name of a head, which some checkpoints contain although it is not read
     # scope -> the heads of its attention, which may be divided among processes
     heads: dict[str, Between] = field(default_factory=dict)
 

@@ -136,7 +136,7 @@ class TokenCount(Struct):
     input_tokens: int
 
 
-_ELSEWHERE = "this route does not take it"
+_ELSEWHERE = "this route does not have it"
 COUNT: Table = {"mcp_servers": (([],), "there are no other servers")}
 MESSAGES: Table = {
     **SAMPLING,

@@ -195,7 +195,7 @@ def read_conversation(body: CountRequest) -> Conversation:
     for i, message in order:
         _add(conversation, f"messages.{i}.content", message.role, message.content)
     if all(turn.role == "system" for turn in conversation.turns):  # thoughts are no turns
-        raise ParamError("messages", "need one of the user or of the assistant")
+        raise ParamError("messages", "need a message of the user or of the assistant")
     if body.cache_control is not None:
         _mark(conversation, len(conversation.turns) - 1, body.cache_control)
     if len(conversation.marks) > MAX_CACHE_MARKS:

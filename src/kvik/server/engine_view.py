@@ -123,7 +123,7 @@ class EngineView:
             raise UnavailableError("server", "is being stopped")
         if self._num_watchers >= self.max_watchers:
             raise OverloadError(
-                "engine", f"is watched by {self.max_watchers} already", 10.0, of_caller=False
+                "engine", f"has {self.max_watchers} watchers already", 10.0, of_caller=False
             )
         self._num_watchers += 1
         return WatchedStream(self._events(), self._leave)

@@ -72,7 +72,11 @@ COUNTERS: Mapping[str, tuple[str, str, Sequence[str]]] = {
         ("local_compute", "local_cache_hit"),
     ),
     "prompt_tokens_cached": ("Prompt tokens found in the prefix cache.", "", ()),
-    "prompt_tokens_cached_by_source": ("Where they were found.", "source", ("device",)),
+    "prompt_tokens_cached_by_source": (
+        "The same, by where they were found.",
+        "source",
+        ("device",),
+    ),
     "generation_tokens": ("Tokens delivered.", "", ()),
 }
 # Histograms of requests: name -> (meaning, bounds).
@@ -410,7 +414,7 @@ def _cache(config: ResolvedConfig, stats: EngineStats) -> Iterator[Metric]:
     yield gauge("cached_blocks", "KV blocks whose content can be matched.", stats.cached_blocks)
     note = "Unused KV blocks whose memory went back to a system that was short of it."
     yield counter("given_back_blocks", note, stats.given_back_blocks)
-    note = "KV blocks that stay because somebody asked for it."
+    note = "KV blocks that requests have pinned."
     yield gauge("pinned_blocks", note, stats.pinned_blocks)
     note = "Prompt tokens looked up in the prefix cache."
     yield counter("prefix_cache_queries", note, stats.prefix_queries)

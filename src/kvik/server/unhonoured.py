@@ -160,7 +160,7 @@ def missing(fields: Collection[str], structured: str = "structured_outputs") -> 
         ):  # speculation never changes the answer
             continue
         harmless = list(param.default) if isinstance(param.default, tuple) else param.default
-        table[param.name] = ((harmless, False), "this route does not take it")
+        table[param.name] = ((harmless, False), "this route does not have it")
     for name in READERS.keys() - fields:
         table[name] = (("", [], {}, False, {"type": "text"}), f"give {structured}")
     return table
