@@ -253,7 +253,7 @@ def help_of(option: Option, *, default: bool) -> str:
     """
     text = option.description
     if option.default is None:
-        text = re.sub(r"\bNone: ", "default: ", text)
+        text = re.sub(r"\b[Nn]one: ", "default: ", text)
     if default and option.default not in (None, (), ""):
         text += f"; default: {_shown(option.default)}"
 
