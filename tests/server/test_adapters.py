@@ -105,8 +105,9 @@ def test_others_are_not_found(site: Site) -> None:
     reply = ask(site.server, "POST", "/v1/completions", {"prompt": PROMPT, "model": "poet"})
     assert (reply.status, reply.error["param"]) == (404, "model")
     assert "pirate, org/poet" in reply.error["message"]
-    reply = ask(site.server, "POST", "/v1/generate", {"prompt": PROMPT, "adapter": "poet"})
-    assert (reply.status, reply.error["param"]) == (404, "adapter")
+    for path in ("/v1/generate", "/v1/completions", "/completion"):
+        reply = ask(site.server, "POST", path, {"prompt": PROMPT, "adapter": "poet"})
+        assert (reply.status, reply.error["param"]) == (404, "adapter")
 
 
 def test_a_name_of_the_model_itself_is_refused(site: Site) -> None:
@@ -169,7 +170,8 @@ def test_an_operator_loads_and_unloads_them(site: Site, path: str) -> None:
 
 @pytest.mark.parametrize("constraint", [{}, {"regex": "[a-z ]{9}"}])
 @pytest.mark.parametrize(
-    ("path", "field"), [("/v1/completions", "model"), ("/v1/generate", "adapter")]
+    ("path", "field"),
+    [("/v1/completions", "model"), ("/v1/completions", "adapter"), ("/v1/generate", "adapter")],
 )
 def test_one_that_is_unloaded_while_a_request_is_prepared_is_not_found(
     site: Site, path: str, field: str, constraint: dict[str, str], monkeypatch: pytest.MonkeyPatch

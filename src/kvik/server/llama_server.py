@@ -24,6 +24,7 @@ from kvik.server.openai.requests import (
     UNSHOWN,
     Limit,
     Name,
+    adapter_field,
     aliased,
     limit_of,
     parameters_of,
@@ -148,7 +149,8 @@ async def completion(server: Server, request: Request, body: LlamaCompletionRequ
     (prompt,) = split_prompts("prompt", body.prompt).values()
     ids = await prompt_ids(server.texts.of(tenant), prompt)
     text = prompt if isinstance(prompt, str) else ""
-    return await _answer(server, request, body, GenerationRequest(ids, params), model, text)
+    to_generate = GenerationRequest(ids, params, adapter_field=adapter_field(body))
+    return await _answer(server, request, body, to_generate, model, text)
 
 
 @post("/infill", INFILL, answer=LlamaCompletion, note="Fill a gap in a text, as llama.cpp does.")
@@ -168,7 +170,8 @@ async def infill(server: Server, request: Request, body: LlamaInfillRequest) -> 
             body.input_prefix, body.input_suffix, params, body.prompt, files, limit
         )
         text = server.texts.decode(ids, skip_special_tokens=False)
-        to_generate, truncated = GenerationRequest(ids, params), num_files < len(files)
+        to_generate = GenerationRequest(ids, params, adapter_field=adapter_field(body))
+        truncated = num_files < len(files)
         return await _answer(server, request, body, to_generate, model, text, truncated=truncated)
 
 

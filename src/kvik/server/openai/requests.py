@@ -135,6 +135,12 @@ def parameters_of(body: Struct) -> dict[str, Any]:
     return params if constraint is None else {**params, "structured": constraint}
 
 
+def adapter_field(body: Struct) -> str:
+    """Return the field of a request that chooses its adapter."""
+    named = any(one == "adapter" and getattr(body, one) for one, _ in _parameters_in(type(body)))
+    return "adapter" if named else "model"
+
+
 @cache
 def _parameters_in(kind: type[Struct]) -> tuple[tuple[str, str], ...]:
     """Return the names and aliases of the parameters that are fields of a request."""
@@ -334,6 +340,7 @@ def generation_request(
         deadline_ms=body.deadline_ms,
         pins=_pins(body, len(prompt_ids)),
         field=field,
+        adapter_field=adapter_field(body),
         chat=form is not PLAIN_ANSWER,
         marks=form.marks,
         unenforced=() if form.use is None else form.use.unenforced,
