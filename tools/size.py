@@ -28,7 +28,7 @@ BUDGETS = {
     "nn": 7450,
     "planner": 5910,
     "quantize": 3280,
-    "server": 12450,
+    "server": 12457,
     "spec": 5480,
     "text": 4410,
     "training": 640,

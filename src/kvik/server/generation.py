@@ -77,6 +77,7 @@ class GenerationRecord:
     num_output_tokens: int = 0  # sum over all n completions
     operation: str = "text_completion"  # or "chat" or "embeddings"
     trace_parent: str | None = None  # the caller's trace, from the header `traceparent`
+    adapter_field: str = "model"  # the field of the request that chose the adapter
 
 
 class Observer:
@@ -139,7 +140,7 @@ class GenerationRequest:
     unenforced: tuple[str, ...] = ()  # parts of schemas that are not enforced
     movable: bool = True  # another server could continue it
     field: str = "prompt"  # the name of the prompt in the caller's request, for errors
-    adapter_field: str = "model"  # that of the adapter
+    adapter_field: str = "model"  # the name of the adapter there
 
     @property
     def operation(self) -> str:
@@ -189,7 +190,6 @@ class Generation:
         # A parameter that the server changed under pressure ("max_tokens=64"), or "".
         self.degraded = degraded
         self.adapter = adapter  # digest of the one it chose; another may have that name by now
-        self.adapter_field = "model"  # its name in the caller's request
         self.unenforced: tuple[str, ...] = ()  # parts of a JSON Schema that are not enforced
         self.transfer = ALONE  # where its prompt is computed, and for whom
         # Where its prompt is kept for another server; set with the result.
@@ -342,10 +342,10 @@ class Generations:
                         arrived,
                         operation=request.operation,
                         trace_parent=_trace_parent(headers),
+                        adapter_field=request.adapter_field,
                     )
                     generation = self._add(request, engine_request, record, changed)
                     generation.unenforced = (*request.unenforced, *left_out)
-                    generation.adapter_field = request.adapter_field
                     generation.transfer = transfer
                     alone = len(requests) == 1
                     generation.movable = alone and request.movable and _movable(engine_request)
@@ -548,7 +548,7 @@ class Generations:
         for delta in deltas:
             generation = self.live.get(delta.request_id)
             if generation is not None and delta.finish_reason in _FAILED:
-                self._fail(generation, _failure(delta, generation), delta.finish_reason)
+                self._fail(generation, _failure(delta, generation.record), delta.finish_reason)
         for output in processed.finished:
             generation = self.live.get(output.request_id)
             if generation is not None:
@@ -649,8 +649,7 @@ def _movable(request: EngineRequest) -> bool:
     return request.params.prompt_logprobs is None and not (request.pooling or request.lends)
 
 
-def _failure(delta: RequestDelta, generation: Generation) -> KvikError:
-    record = generation.record
+def _failure(delta: RequestDelta, record: GenerationRecord) -> KvikError:
     if delta.refused is not None:
         return OverloadError(
             delta.refused, delta.error or "the queue is full", 1.0, of_caller=False
@@ -662,7 +661,7 @@ def _failure(delta: RequestDelta, generation: Generation) -> KvikError:
     name, _, reason = (delta.error or "").partition(": ")
     if name in PARAMETERS:  # a constraint of the caller cannot be satisfied
         if name == "adapter":  # it was unloaded meanwhile
-            return ParamError(generation.adapter_field, reason, code=MODEL_NOT_FOUND)
+            return ParamError(record.adapter_field, reason, code=MODEL_NOT_FOUND)
         return ParamError(record.params.restriction if name == "structured" else name, reason)
     if delta.error == NOTHING_ALLOWED:
         return ParamError(record.params.restriction, "leaves no token, with the other parameters")

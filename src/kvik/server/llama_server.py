@@ -149,8 +149,7 @@ async def completion(server: Server, request: Request, body: LlamaCompletionRequ
     (prompt,) = split_prompts("prompt", body.prompt).values()
     ids = await prompt_ids(server.texts.of(tenant), prompt)
     text = prompt if isinstance(prompt, str) else ""
-    to_generate = GenerationRequest(ids, params, adapter_field=adapter_field(body))
-    return await _answer(server, request, body, to_generate, model, text)
+    return await _answer(server, request, body, ids, params, model, text)
 
 
 @post("/infill", INFILL, answer=LlamaCompletion, note="Fill a gap in a text, as llama.cpp does.")
@@ -170,16 +169,16 @@ async def infill(server: Server, request: Request, body: LlamaInfillRequest) -> 
             body.input_prefix, body.input_suffix, params, body.prompt, files, limit
         )
         text = server.texts.decode(ids, skip_special_tokens=False)
-        to_generate = GenerationRequest(ids, params, adapter_field=adapter_field(body))
         truncated = num_files < len(files)
-        return await _answer(server, request, body, to_generate, model, text, truncated=truncated)
+        return await _answer(server, request, body, ids, params, model, text, truncated=truncated)
 
 
 async def _answer(
     server: Server,
     request: Request,
     body: LlamaCompletionRequest,
-    to_generate: GenerationRequest,
+    ids: Sequence[int],
+    params: SamplingParams,
     model: str,
     prompt: str = "",
     *,
@@ -191,17 +190,14 @@ async def _answer(
         prompt: text of the prompt; "": that of its tokens.
         truncated: parts of the input were left out.
     """
+    to_generate = GenerationRequest(ids, params, adapter_field=adapter_field(body))
     (generation,) = await start_all(server, request, [to_generate], stream=body.stream)
     if server.texts.tokenizer is not None and not prompt:
-        prompt = server.texts.decode(to_generate.prompt_token_ids)
+        prompt = server.texts.decode(ids)
     silent = aliased(body, "n_predict", "max_tokens") == 0
+    tokens = body.return_tokens
     form = LlamaFormat(
-        model,
-        prompt,
-        generation,
-        with_tokens=body.return_tokens,
-        silent=silent,
-        truncated=truncated,
+        model, prompt, generation, with_tokens=tokens, silent=silent, truncated=truncated
     )
     return await generation_response(request, [generation], form, body.stream)
 

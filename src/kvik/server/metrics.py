@@ -72,11 +72,7 @@ COUNTERS: Mapping[str, tuple[str, str, Sequence[str]]] = {
         ("local_compute", "local_cache_hit"),
     ),
     "prompt_tokens_cached": ("Prompt tokens found in the prefix cache.", "", ()),
-    "prompt_tokens_cached_by_source": (
-        "The same, by where they were found.",
-        "source",
-        ("device",),
-    ),
+    "prompt_tokens_cached_by_source": ("The same, by where found.", "source", ("device",)),
     "generation_tokens": ("Tokens delivered.", "", ()),
 }
 # Histograms of requests: name -> (meaning, bounds).

@@ -101,9 +101,7 @@ class TextQuota:
         waiting already, of this tenant or in total."""
         of_tenant, of_all = self._reserved.get(tenant, 0), sum(self._reserved.values())
         if of_tenant and of_tenant + num_chars > MAX_TENANT_CHARS:
-            raise OverloadError(
-                "queue", "too much text of this key waits to be tokenised", 1.0, of_caller=True
-            )
+            raise OverloadError("queue", "too much text of this key waits", 1.0, of_caller=True)
         if of_all and of_all + num_chars > MAX_WAITING_CHARS:
             raise OverloadError(
                 "queue", "too much text waits to be tokenised", 1.0, of_caller=False

@@ -137,8 +137,8 @@ def parameters_of(body: Struct) -> dict[str, Any]:
 
 def adapter_field(body: Struct) -> str:
     """Return the field of a request that chooses its adapter."""
-    named = any(one == "adapter" and getattr(body, one) for one, _ in _parameters_in(type(body)))
-    return "adapter" if named else "model"
+    names = (name for name, _ in _parameters_in(type(body)) if getattr(body, name))
+    return "adapter" if "adapter" in names else "model"
 
 
 @cache
