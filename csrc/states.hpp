@@ -79,30 +79,35 @@ StateTokens state_tokens(const Args& a, int64_t sequence) {
 }
 
 constexpr int64_t kConvChannels = 256;  // in a task, so that its last inputs stay in the cache
+constexpr int64_t kConvTokens = 8;      // for which weights and last inputs are loaded once
 
-template <class T>
+// kTaps: width of the convolution, so that what it reads stays in registers; 0: any, which is slower.
+template <class T, int kTaps>
 void convolve(const causal_conv_args& a, const StateTokens& on, int64_t channel, int64_t count) {
     alignas(64) float last[(kMaxTaps - 1) * kConvChannels];
-    const int64_t kept = a.width - 1;
+    const int64_t kept = (kTaps ? kTaps : a.width) - 1;
     float* state = static_cast<float*>(a.state) + on.row * a.state_stride + channel;
     const T* weight = static_cast<const T*>(a.weight) + channel;
     const T* inputs = static_cast<const T*>(a.x) + on.first * a.x_stride + channel;
     for (int64_t j = 0; j < kept; j++)
         for (int64_t c = 0; c < count; c++)
             last[j * kConvChannels + c] = on.fresh ? 0.0f : state[(on.pending + j) * a.channels + c];
-    for (int64_t token = 0; token < on.count; token++) {
-        const T* x = inputs + token * a.x_stride;
-        T* y = static_cast<T*>(a.y) + (on.first + token) * a.y_stride + channel;
+    for (int64_t begin = 0; begin < on.count; begin += kConvTokens) {
+        const int64_t end = begin + kConvTokens < on.count ? begin + kConvTokens : on.count;
         each_vector(0, count, [&](int64_t c, auto n) KVIK_INLINED {
-            const F32 newest = load(x + c, n);
-            F32 total = a.bias ? load(static_cast<const T*>(a.bias) + channel + c, n) : zero();
-            for (int64_t j = 0; j < kept; j++) {
-                float* at = last + j * kConvChannels + c;
-                total = fma(load(at), load(weight + j * a.channels + c, n), total);
-                store(at, j + 1 < kept ? load(at + kConvChannels) : newest);
+            F32 past[kTaps ? kTaps : kMaxTaps], by[kTaps ? kTaps : kMaxTaps];
+            for (int64_t j = 0; j < kept; j++) past[j] = load(last + j * kConvChannels + c);
+            for (int64_t j = 0; j <= kept; j++) by[j] = load(weight + j * a.channels + c, n);
+            const F32 bias = a.bias ? load(static_cast<const T*>(a.bias) + channel + c, n) : zero();
+            for (int64_t token = begin; token < end; token++) {
+                past[kept] = load(inputs + token * a.x_stride + c, n);
+                F32 total = bias;
+                for (int64_t j = 0; j <= kept; j++) total = fma(past[j], by[j], total);
+                for (int64_t j = 0; j < kept; j++) past[j] = past[j + 1];
+                T* y = static_cast<T*>(a.y) + (on.first + token) * a.y_stride + channel;
+                store(y + c, a.silu ? silu(total) : total, n);
             }
-            total = fma(newest, load(weight + kept * a.channels + c, n), total);
-            store(y + c, a.silu ? silu(total) : total, n);
+            for (int64_t j = 0; j < kept; j++) store(last + j * kConvChannels + c, past[j]);
         });
     }
     // What the next step may need: inputs from `kept` before the first draft on. Older ones move forward.
@@ -123,7 +128,14 @@ void causal_conv(const causal_conv_args& a, Team& team) {
         if (on.row < 0) return;
         const int64_t channel = task % parts * kConvChannels, left = a.channels - channel;
         const int64_t count = left < kConvChannels ? left : kConvChannels;
-        a.dtype == kBF16 ? convolve<bf16>(a, on, channel, count) : convolve<float>(a, on, channel, count);
+        const auto run = [&]<class T>(T) {
+            switch (a.width) {
+                case 3: return convolve<T, 3>(a, on, channel, count);
+                case 4: return convolve<T, 4>(a, on, channel, count);
+                default: return convolve<T, 0>(a, on, channel, count);
+            }
+        };
+        a.dtype == kBF16 ? run(bf16{}) : run(float{});
     });
 }
 
