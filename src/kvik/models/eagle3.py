@@ -8,9 +8,8 @@ from functools import reduce
 from typing import TYPE_CHECKING
 
 from kvik.models.decoder import QKV, layer_norms
-from kvik.spec.declare import DeclaredTable, LayerBuilder, ListedLayer
+from kvik.spec.declare import ALL, DeclaredTable, ForwardContext, LayerBuilder, ListedLayer
 from kvik.spec.model import ModelFacts
-from kvik.spec.network import ALL, ForwardContext
 
 if TYPE_CHECKING:
     from torch import Tensor
