@@ -77,7 +77,7 @@ class V4Attention:
             self.index_weights = linear("weights_proj", hidden, count, role="gates")
         numbers = layer, *spec.entries_of(layer)
         self.attend = builder.compressed_attention(
-            numbers, heads, dim, of, window.keys, rope, names, norms, "wo_a"
+            numbers, heads, dim, of, window.keys, rope, names, norms, "wo_a", "attn_sink"
         )
         self.o = builder.linear("wo_b", of.groups * of.group_rank, hidden, bias=False, role="o")
 

@@ -178,10 +178,9 @@ class StreamsDecoder(Decoder):
         builder: LayerBuilder,
         make_layer: MakeLayer = StreamsLayer,
         names: tuple[str, str, str, str] = NAMES,
-        scopes: tuple[str, str] = ("model", ""),
         mean: bool = False,
     ) -> None:
-        super().__init__(spec, builder, make_layer, scopes=scopes, names=names)
+        super().__init__(spec, builder, make_layer, names=names)
         routers = (layer.experts.router for layer in spec.layers if layer.experts)
         self.routes_tokens = any(router.by_token for router in routers)
         assert spec.streams is not None

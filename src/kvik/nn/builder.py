@@ -934,8 +934,8 @@ class Builder(LayerBuilder):
         heads: int,
         latent: LatentSpec,
         scale: float,
-        index: IndexSpec | None = None,
-        sink_name: str = "",
+        index: IndexSpec | None,
+        sink_name: str,
     ) -> LatentAttention:
         """Return attention over latent vectors.
 
@@ -978,7 +978,7 @@ class Builder(LayerBuilder):
         biases: Sequence[str],
         norms: Sequence[RMSNorm],
         down: str,
-        sink_name: str = "attn_sink",
+        sink_name: str,
     ) -> CompressedAttention:
         """Return attention over a window and over entries, with a product for each group of heads.
 

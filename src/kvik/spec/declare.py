@@ -950,8 +950,8 @@ class LayerBuilder:
         heads: int,
         latent: LatentSpec,
         scale: float,
-        index: IndexSpec | None = None,
-        sink_name: str = "",
+        index: IndexSpec | None,
+        sink_name: str,
     ) -> LatentAttentionLayer:
         if sink_name:
             self._other(sink_name, heads)
@@ -977,7 +977,7 @@ class LayerBuilder:
         biases: Sequence[str],
         norms: Sequence[Any],
         down: str,
-        sink_name: str = "attn_sink",
+        sink_name: str,
     ) -> CompressedAttentionLayer:
         self._other(sink_name, heads)
         for name, width in zip(biases, spec.dims(head_dim), strict=True):
