@@ -35,7 +35,7 @@ from kvik.gguf.rope import llama3_divisors, llama3_scaling
 from kvik.gguf.types import BLOCK_TYPES
 from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
-from kvik.spec.declare import SEPARATE
+from kvik.spec.architecture import SEPARATE
 from kvik.spec.layers import LatentSpec
 from kvik.spec.rope import RopeSpec
 from kvik.spec.stored_weights import BLOCK_LAYOUTS

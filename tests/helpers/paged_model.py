@@ -21,8 +21,8 @@ from kvik.nn.gguf_checkpoint import open_weights
 from kvik.nn.kv_formats import allocate_kv, allocate_states
 from kvik.nn.loader import load_model
 from kvik.nn.lora import AdapterSlots
-from kvik.spec.declare import ForwardContext
 from kvik.spec.kv import group_layers, stored_as
+from kvik.spec.network import ForwardContext
 
 MAX_SEQUENCES = 8  # with a state
 

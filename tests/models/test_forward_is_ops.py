@@ -19,7 +19,7 @@ from kvik.attention.reference import ReferenceAttention
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.models.model_spec import ModelSpec
-from kvik.spec.declare import ForwardContext
+from kvik.spec.network import ForwardContext
 
 
 class Foreign(TorchDispatchMode):

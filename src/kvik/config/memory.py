@@ -32,7 +32,8 @@ from kvik.config.units import MIB
 from kvik.core.config import RESERVED_BLOCKS
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.adapters import in_block, is_stack
-from kvik.spec.declare import RELU2, XIELU, DeclaredLinear, Role
+from kvik.spec.declare import RELU2, XIELU
+from kvik.spec.declared import DeclaredLinear, Role
 from kvik.spec.kv import (
     AUTO,
     COPIED,

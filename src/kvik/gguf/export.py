@@ -43,7 +43,7 @@ from kvik.gguf.tokenizer import AT, SPACE, WORD_RULES, TokenKind, WordRule
 from kvik.gguf.types import BLOCK_TYPES, Array, Metadata
 from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
-from kvik.spec.declare import Architecture
+from kvik.spec.architecture import Architecture
 from kvik.spec.experts import ExpertsSpec
 from kvik.spec.rope import RopeSpec
 

@@ -25,7 +25,8 @@ from kvik.gguf.rope import llama3_scaling, proportional_rope, rope_scaling
 from kvik.gguf.types import Array, Metadata, ValueKind, shortest
 from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
-from kvik.spec.declare import GATE_UP, MAX_BIAS, SEPARATE, Architecture
+from kvik.spec.architecture import MAX_BIAS, SEPARATE, Architecture
+from kvik.spec.declare import GATE_UP
 from kvik.spec.experts import EXPERT_KEYS, MAX_EXPERTS, STEP_KEYS, SWITCH, ExpertsSpec, Router
 from kvik.spec.fields import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Fields
 from kvik.spec.kv import MAX_TAPS, StateSpec

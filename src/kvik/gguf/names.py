@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from kvik.spec.declare import gguf_experts
+from kvik.spec.architecture import gguf_experts
 
 _NUMBER, _LAST = r"(0|[1-9][0-9]{0,5})", r"(weight|bias)"
 _BLOCK = re.compile(rf"blk\.{_NUMBER}\.(.+)")

@@ -8,7 +8,8 @@ from dataclasses import replace
 from functools import partial
 
 from kvik.models.decoder import Decoder, GatedOutputAttention, SandwichLayer, feed_forward
-from kvik.spec.declare import Architecture, ExpertNames, gguf_experts
+from kvik.spec.architecture import Architecture, gguf_experts
+from kvik.spec.declare import ExpertNames
 from kvik.spec.experts import ExpertsSpec, Router, corrected_router, read_experts
 from kvik.spec.fields import MAX_LAYERS, MAX_WIDTH, Fields
 from kvik.spec.layers import LayerSpec, mixed_layers

@@ -7,7 +7,8 @@ from functools import partial
 
 from kvik.models.decoder import Decoder, PreNormLayer, plain_mlp
 from kvik.models.qwen3 import Qwen3Attention
-from kvik.spec.declare import XIELU, Architecture
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import XIELU
 
 APERTUS = Architecture(
     "ApertusForCausalLM",

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 from kvik.models.decoder import QKV, PreNormLayer, feed_forward, mixer, without_predictors
 from kvik.models.deepseek import DeepseekAttention
 from kvik.models.kimi_linear import KEYS, KimiDeltaNet, kimi_experts
-from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import ExpertNames, LayerBuilder
 from kvik.spec.fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
 from kvik.spec.kv import MAX_TAPS, StateSpec
 from kvik.spec.layers import LINEAR, LayerSpec, latent_layers, layer_types, layers_with_states
+from kvik.spec.network import ForwardContext
 
 if TYPE_CHECKING:
     from torch import Tensor

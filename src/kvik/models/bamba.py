@@ -9,7 +9,7 @@ from functools import partial
 from kvik.errors import shown
 from kvik.models import mamba2
 from kvik.models.decoder import Decoder, GroupedQueryAttention, PreNormLayer, feed_forward, mixer
-from kvik.spec.declare import Architecture
+from kvik.spec.architecture import Architecture
 from kvik.spec.experts import listed_layers
 from kvik.spec.fields import MAX_WIDTH, Fields
 from kvik.spec.kv import StateSpec

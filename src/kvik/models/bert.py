@@ -12,10 +12,12 @@ from dataclasses import replace
 from functools import partial
 
 from kvik.models.decoder import Decoder, GroupedQueryAttention, NormedSumLayer, plain_mlp
-from kvik.spec.declare import Architecture, LayerBuilder, PositionTable
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import LayerBuilder
 from kvik.spec.fields import Fields
 from kvik.spec.layers import encoder_layers
 from kvik.spec.model import ModelFacts
+from kvik.spec.network import PositionTable
 from kvik.spec.pooling import PooledLayer, PoolingSpec, mean_vectors, scores
 
 BertLayer = partial(

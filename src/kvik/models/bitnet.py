@@ -8,8 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvik.models.decoder import Decoder, GroupedQueryAttention, PreNormLayer
-from kvik.spec.declare import RELU2, Architecture, ForwardContext, LayerBuilder
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import RELU2, LayerBuilder
 from kvik.spec.model import ModelFacts
+from kvik.spec.network import ForwardContext
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from functools import partial
 
 from kvik.models.decoder import Decoder, PreNormLayer
 from kvik.models.gpt_neox import HEAD_BY_HEAD, NEOX_MLP
-from kvik.spec.declare import Architecture
+from kvik.spec.architecture import Architecture
 from kvik.spec.fields import MAX_HEADS, Fields
 from kvik.spec.layers import LayerSpec, alibi_slopes
 

@@ -17,7 +17,8 @@ from kvik.models.decoder import (
     feed_forward,
     last_norm,
 )
-from kvik.spec.declare import Architecture, FeedForward, ForwardContext, LayerBuilder
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import LayerBuilder
 from kvik.spec.experts import Router, read_experts, sparse_layers
 from kvik.spec.fields import MAX_WIDTH, Fields
 from kvik.spec.layers import (
@@ -32,6 +33,7 @@ from kvik.spec.layers import (
     typed_windows,
 )
 from kvik.spec.model import ModelFacts, ModelScales
+from kvik.spec.network import FeedForward, ForwardContext
 from kvik.spec.rope import MAX_POSITIONS, read_rope
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from kvik.models.decoder import (
     feed_forward,
     last_norm,
 )
-from kvik.spec.declare import Architecture, ExpertNames
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import ExpertNames
 from kvik.spec.experts import ExpertsSpec, Router, read_experts
 from kvik.spec.fields import MAX_HEADS, MAX_WIDTH, Fields
 from kvik.spec.layers import LayerSpec, rotary_layers

@@ -11,23 +11,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from kvik.spec.declare import (
-    ALL,
-    EXPERT_NAMES,
-    GATE_UP,
-    SINKS,
-    ExpertNames,
-    FeedForward,
-    ForwardContext,
-    LayerBuilder,
-    LinearLayer,
-    Norm,
-    PositionTable,
-    Role,
-)
+from kvik.spec.declare import EXPERT_NAMES, GATE_UP, SINKS, ExpertNames, LayerBuilder
+from kvik.spec.declared import Role
 from kvik.spec.kv import StateSpec
 from kvik.spec.layers import PredictorSpec
 from kvik.spec.model import ModelFacts
+from kvik.spec.network import ALL, FeedForward, ForwardContext, LinearLayer, Norm, PositionTable
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,15 +20,8 @@ from kvik.models.decoder import (
     layer_norms,
     without_predictors,
 )
-from kvik.spec.declare import (
-    SEPARATE,
-    Architecture,
-    FilePart,
-    ForwardContext,
-    LayerBuilder,
-    LinearLayer,
-    separate_wiring,
-)
+from kvik.spec.architecture import SEPARATE, Architecture, FilePart, separate_wiring
+from kvik.spec.declare import LayerBuilder
 from kvik.spec.experts import MAX_EXPERTS, Router, corrected_router, read_experts, read_groups
 from kvik.spec.fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
 from kvik.spec.kv import IndexSpec
@@ -41,6 +34,7 @@ from kvik.spec.layers import (
     latent_layers,
 )
 from kvik.spec.model import ModelFacts
+from kvik.spec.network import ForwardContext, LinearLayer
 from kvik.spec.rope import MAX_POSITIONS
 
 if TYPE_CHECKING:

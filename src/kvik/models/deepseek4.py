@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from kvik.errors import shown
 from kvik.models.hy4 import StreamsDecoder, StreamsLayer, mixed_streams, read_limit
-from kvik.spec.declare import Architecture, ExpertNames, FeedForward, ForwardContext, LayerBuilder
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import ExpertNames, LayerBuilder
 from kvik.spec.experts import ExpertsSpec, Router, expert_count
 from kvik.spec.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
 from kvik.spec.kv import ENTRY_TOKENS, CompressedSpec, IndexSpec
@@ -22,6 +23,7 @@ from kvik.spec.layers import (
     LayerSpec,
 )
 from kvik.spec.model import ModelFacts
+from kvik.spec.network import FeedForward, ForwardContext
 from kvik.spec.rope import MAX_POSITIONS, RopeSpec, read_rope
 from kvik.spec.visible_keys import Window
 

@@ -8,8 +8,10 @@ from functools import reduce
 from typing import TYPE_CHECKING
 
 from kvik.models.decoder import QKV, layer_norms
-from kvik.spec.declare import ALL, DeclaredTable, ForwardContext, LayerBuilder, ListedLayer
+from kvik.spec.declare import LayerBuilder, ListedLayer
+from kvik.spec.declared import DeclaredTable
 from kvik.spec.model import ModelFacts
+from kvik.spec.network import ALL, ForwardContext
 
 if TYPE_CHECKING:
     from torch import Tensor

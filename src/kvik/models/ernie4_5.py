@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import partial
 
 from kvik.models.decoder import Decoder, PreNormLayer, feed_forward
-from kvik.spec.declare import Architecture, ExpertNames, LayerBuilder
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import ExpertNames, LayerBuilder
 from kvik.spec.experts import ExpertsSpec, Router, read_experts
 from kvik.spec.fields import MAX_LAYERS, Fields
 from kvik.spec.layers import rotary_layers

@@ -13,7 +13,8 @@ from functools import partial
 from kvik.models.bloom import ATTENTION, MATRICES, NAMES, SCOPES, BloomLayer
 from kvik.models.decoder import Decoder, Layer, ParallelLayer
 from kvik.models.gpt_neox import NEOX_MLP
-from kvik.spec.declare import SEPARATE, Architecture, FilePart, LayerBuilder
+from kvik.spec.architecture import SEPARATE, Architecture, FilePart
+from kvik.spec.declare import LayerBuilder
 from kvik.spec.fields import MAX_HEADS, MAX_WIDTH, Fields
 from kvik.spec.layers import LayerSpec, alibi_slopes, rotary_layers
 from kvik.spec.model import ModelFacts

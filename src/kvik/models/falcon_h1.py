@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 from kvik.errors import ModelError
 from kvik.models import bamba, mamba2
 from kvik.models.decoder import Decoder, GroupedQueryAttention, feed_forward
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, Sum
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import LayerBuilder
 from kvik.spec.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH, Fields
 from kvik.spec.layers import LayerSpec
 from kvik.spec.model import ModelFacts, ModelScales
+from kvik.spec.network import ForwardContext, Sum
 from kvik.spec.rope import read_rope
 
 if TYPE_CHECKING:

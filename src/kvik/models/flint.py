@@ -8,7 +8,8 @@ from functools import partial
 
 from kvik.models.decoder import AttentionBlock, Decoder, GroupedQueryAttention, PreNormLayer
 from kvik.models.qwen3 import shared_experts
-from kvik.spec.declare import SINKS, Architecture, LayerBuilder
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import SINKS, LayerBuilder
 from kvik.spec.experts import Router, read_experts
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, mixed_layers

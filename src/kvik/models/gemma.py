@@ -22,7 +22,7 @@ from kvik.models.decoder import (
     feed_forward,
     last_norm,
 )
-from kvik.spec.declare import Architecture
+from kvik.spec.architecture import Architecture
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types, mixed_layers, read_window
 from kvik.spec.model import ModelScales

@@ -23,10 +23,11 @@ from kvik.models.gemma4 import (
     TokenInputs,
     kv_owners,
 )
-from kvik.spec.declare import ForwardContext, LayerBuilder, Norm
+from kvik.spec.declare import LayerBuilder
 from kvik.spec.fields import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Fields
 from kvik.spec.layers import MAX_STREAMS, SLIDING, AltUpSpec, LayerSpec, layer_types, read_window
 from kvik.spec.model import ModelFacts
+from kvik.spec.network import ForwardContext, Norm
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING
 from kvik.errors import shown
 from kvik.models.decoder import Decoder
 from kvik.models.gemma import GEGLU, GGUF_NAMES, gemma_scales, softcap
-from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder, gguf_experts
+from kvik.spec.architecture import Architecture, gguf_experts
+from kvik.spec.declare import ExpertNames, LayerBuilder
 from kvik.spec.experts import SWITCH, ExpertsSpec, Router, expert_count
 from kvik.spec.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_VOCAB, MAX_WIDTH, Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types, read_window
 from kvik.spec.model import ModelFacts, ModelScales
+from kvik.spec.network import ForwardContext
 from kvik.spec.rope import RopeSpec, read_rope
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from kvik.models.decoder import (
     without_predictors,
 )
 from kvik.models.qwen3 import Qwen3Attention
-from kvik.spec.declare import Architecture, LayerBuilder
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import LayerBuilder
 from kvik.spec.experts import ExpertsSpec, corrected_router, read_experts
 from kvik.spec.fields import Fields
 from kvik.spec.layers import PredictorSpec, rotary_layers

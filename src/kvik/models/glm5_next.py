@@ -12,7 +12,8 @@ from kvik.models.decoder import feed_forward, mixer, skip_predictors
 from kvik.models.deepseek import DeepseekAttention, read_index, sharing
 from kvik.models.hy4 import StreamsDecoder, StreamsLayer, mixed_streams, read_limit
 from kvik.models.kimi_linear import DELTA, KimiDeltaNet, read_delta
-from kvik.spec.declare import Architecture, FeedForward, LayerBuilder
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import LayerBuilder
 from kvik.spec.experts import corrected_router, read_experts
 from kvik.spec.fields import Fields
 from kvik.spec.layers import (
@@ -24,6 +25,7 @@ from kvik.spec.layers import (
     read_latent,
 )
 from kvik.spec.model import ModelFacts
+from kvik.spec.network import FeedForward
 
 ACTIVATION = "limited_swiglu"
 MAX_POOL = 128  # keys

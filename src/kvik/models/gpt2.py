@@ -11,18 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvik.models.decoder import Decoder, NormedSumLayer, PreNormLayer
-from kvik.spec.declare import (
-    SEPARATE,
-    Architecture,
-    FeedForward,
-    FilePart,
-    ForwardContext,
-    LayerBuilder,
-    PositionTable,
-    separate_wiring,
-)
+from kvik.spec.architecture import SEPARATE, Architecture, FilePart, separate_wiring
+from kvik.spec.declare import LayerBuilder
 from kvik.spec.layers import unturned_layers
 from kvik.spec.model import ModelFacts
+from kvik.spec.network import FeedForward, ForwardContext, PositionTable
 
 if TYPE_CHECKING:
     from torch import Tensor

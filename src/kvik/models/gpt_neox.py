@@ -24,7 +24,7 @@ from kvik.models.decoder import (
     plain_mlp,
 )
 from kvik.models.gpt2 import GPT2, KEYS, NORMS
-from kvik.spec.declare import Architecture
+from kvik.spec.architecture import Architecture
 from kvik.spec.fields import MAX_HEADS, MAX_WIDTH, Fields
 from kvik.spec.layers import LayerSpec, rotary_layers
 from kvik.spec.model import ModelScales

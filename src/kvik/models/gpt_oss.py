@@ -6,19 +6,13 @@ from __future__ import annotations
 from functools import partial
 
 from kvik.models.decoder import Decoder, GroupedQueryAttention, PreNormLayer
-from kvik.spec.declare import (
-    SEPARATE,
-    Architecture,
-    ExpertNames,
-    FeedForward,
-    FilePart,
-    LayerBuilder,
-    separate_wiring,
-)
+from kvik.spec.architecture import SEPARATE, Architecture, FilePart, separate_wiring
+from kvik.spec.declare import ExpertNames, LayerBuilder
 from kvik.spec.experts import normalised_router, read_experts
 from kvik.spec.fields import Fields
 from kvik.spec.layers import LayerSpec, mixed_layers
 from kvik.spec.model import ModelFacts
+from kvik.spec.network import FeedForward
 
 NAMES = ExpertNames(
     router="router",

@@ -20,19 +20,15 @@ from kvik.models.decoder import (
     SandwichLayer,
     feed_forward,
 )
-from kvik.spec.declare import (
-    EXPERT_NAMES,
+from kvik.spec.architecture import (
     SEPARATE,
     Architecture,
-    ExpertNames,
-    FeedForward,
     FilePart,
-    ForwardContext,
-    LayerBuilder,
     gguf_experts,
     gguf_shared_width,
     separate_wiring,
 )
+from kvik.spec.declare import EXPERT_NAMES, ExpertNames, LayerBuilder
 from kvik.spec.experts import MAX_EXPERTS, ExpertsSpec, normalised_router, read_experts
 from kvik.spec.fields import MAX_WIDTH, Fields
 from kvik.spec.layers import (
@@ -44,6 +40,7 @@ from kvik.spec.layers import (
     typed_windows,
 )
 from kvik.spec.model import ModelFacts, ModelScales
+from kvik.spec.network import FeedForward, ForwardContext
 from kvik.spec.rope import read_rope
 
 if TYPE_CHECKING:

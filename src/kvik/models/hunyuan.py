@@ -15,7 +15,8 @@ from kvik.models.decoder import (
     without_predictors,
 )
 from kvik.models.qwen3 import Qwen3Attention
-from kvik.spec.declare import Architecture, ExpertNames, gguf_experts
+from kvik.spec.architecture import Architecture, gguf_experts
+from kvik.spec.declare import ExpertNames
 from kvik.spec.experts import ExpertsSpec, Router, normalised_router, read_experts
 from kvik.spec.fields import MAX_HEAD_DIM, MAX_WIDTH, Fields
 from kvik.spec.layers import LayerSpec

@@ -21,17 +21,11 @@ from kvik.models.decoder import (
     layer_norms,
 )
 from kvik.models.deepseek import DEEPSEEK32, DeepseekAttention, indexed_layers, one_dense_layer
-from kvik.spec.declare import (
-    SINKS,
-    ExpertNames,
-    FeedForward,
-    ForwardContext,
-    LayerBuilder,
-    Mixture,
-)
+from kvik.spec.declare import SINKS, ExpertNames, LayerBuilder
 from kvik.spec.fields import Fields
 from kvik.spec.layers import MAX_STREAMS, HyperSpec, LayerSpec
 from kvik.spec.model import ModelFacts
+from kvik.spec.network import FeedForward, ForwardContext, Mixture
 
 if TYPE_CHECKING:
     from torch import Tensor

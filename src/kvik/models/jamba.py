@@ -7,7 +7,8 @@ from functools import partial
 
 from kvik.models.decoder import Decoder, GroupedQueryAttention, PreNormLayer, feed_forward, mixer
 from kvik.models.mamba import CONV_BIAS, RANK, SIZE, TAPS, Mamba, mamba_state
-from kvik.spec.declare import Architecture, ExpertNames
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import ExpertNames
 from kvik.spec.experts import ExpertsSpec, expert_count, read_experts, softmax_router
 from kvik.spec.fields import MAX_LAYERS, MAX_WIDTH, Fields
 from kvik.spec.layers import LayerSpec

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvik.models.decoder import QKV, Decoder, PreNormLayer, feed_forward, mixer
 from kvik.models.deepseek import DeepseekAttention
-from kvik.spec.declare import Architecture, ExpertNames, FeedForward, ForwardContext, LayerBuilder
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import ExpertNames, LayerBuilder
 from kvik.spec.experts import ExpertsSpec, corrected_router, listed_layers, read_experts
 from kvik.spec.fields import MAX_HEADS, MAX_WIDTH, Fields
 from kvik.spec.kv import MAX_TAPS, StateSpec
 from kvik.spec.layers import FULL, LINEAR, LayerSpec, layer_types, layers_with_states, read_latent
 from kvik.spec.model import ModelFacts
+from kvik.spec.network import FeedForward, ForwardContext
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,8 @@ from functools import partial
 
 from kvik.models.decoder import Decoder, Layer, SandwichLayer, feed_forward
 from kvik.models.qwen3 import Qwen3Attention
-from kvik.spec.declare import Architecture, ExpertNames, LayerBuilder
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import ExpertNames, LayerBuilder
 from kvik.spec.experts import Router, read_experts
 from kvik.spec.fields import Fields
 from kvik.spec.layers import mixed_layers

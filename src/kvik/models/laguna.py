@@ -15,11 +15,13 @@ from kvik.models.decoder import (
     PreNormLayer,
     feed_forward,
 )
-from kvik.spec.declare import Architecture, ExpertNames, FeedForward, LayerBuilder
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import ExpertNames, LayerBuilder
 from kvik.spec.experts import Router, corrected_router, read_experts
 from kvik.spec.fields import MAX_HEADS, Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, typed_layers
 from kvik.spec.model import ModelFacts
+from kvik.spec.network import FeedForward
 
 EACH_HEAD, EACH_CHANNEL = "per-head", "per-element"
 HEADS, KV_HEADS = "num_attention_heads_per_layer", "num_key_value_heads"

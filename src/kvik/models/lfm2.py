@@ -18,7 +18,8 @@ from kvik.models.decoder import (
     feed_forward,
     mixer,
 )
-from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder, gguf_experts
+from kvik.spec.architecture import Architecture, gguf_experts
+from kvik.spec.declare import ExpertNames, LayerBuilder
 from kvik.spec.experts import ExpertsSpec, Router, corrected_router, read_experts
 from kvik.spec.fields import MAX_LAYERS, MAX_WIDTH, Fields
 from kvik.spec.kv import MAX_TAPS, StateSpec
@@ -32,6 +33,7 @@ from kvik.spec.layers import (
     read_window,
 )
 from kvik.spec.model import ModelFacts
+from kvik.spec.network import ForwardContext
 from kvik.spec.rope import read_rope
 
 if TYPE_CHECKING:

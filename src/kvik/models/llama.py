@@ -8,7 +8,8 @@ from functools import partial
 
 from kvik.models.decoder import Decoder
 from kvik.models.eagle3 import WIRINGS, Eagle3Head
-from kvik.spec.declare import Architecture, LayerBuilder
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import LayerBuilder
 from kvik.spec.fields import Fields
 from kvik.spec.layers import (
     LayerSpec,

@@ -13,7 +13,8 @@ from kvik.models.decoder import (
     PreNormLayer,
     feed_forward,
 )
-from kvik.spec.declare import Architecture, ExpertNames, LayerBuilder, gguf_experts
+from kvik.spec.architecture import Architecture, gguf_experts
+from kvik.spec.declare import ExpertNames, LayerBuilder
 from kvik.spec.experts import ExpertsSpec, Router, read_experts
 from kvik.spec.fields import Fields
 from kvik.spec.layers import CHUNKED, FULL, LayerSpec, QueryScale, layer_types, turning

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from kvik.models.decoder import Decoder
 from kvik.models.pure_mamba2 import MambaLayer
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, Norm
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import LayerBuilder
 from kvik.spec.fields import MAX_WIDTH, Fields
 from kvik.spec.kv import MAX_TAPS, StateSpec
 from kvik.spec.layers import LayerSpec
 from kvik.spec.model import ModelFacts
+from kvik.spec.network import ForwardContext, Norm
 
 if TYPE_CHECKING:
     from torch import Tensor

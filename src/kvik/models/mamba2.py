@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from kvik.spec.declare import ForwardContext, LayerBuilder, Norm, Role, Scale
+from kvik.spec.declare import LayerBuilder
+from kvik.spec.declared import Role
 from kvik.spec.fields import MAX_HEADS, MAX_WIDTH, Fields
 from kvik.spec.kv import MAX_TAPS, StateSpec
 from kvik.spec.model import ModelFacts
+from kvik.spec.network import ForwardContext, Norm, Scale
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 from kvik.errors import shown
 from kvik.models.decoder import AttentionBlock, Decoder, GroupedQueryAttention, NormedLayer
-from kvik.spec.declare import SINKS, Architecture, ForwardContext, LayerBuilder
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import SINKS, LayerBuilder
 from kvik.spec.experts import DENSE, SPARSE, ExpertsSpec, corrected_router, read_experts
 from kvik.spec.fields import MAX_HEAD_DIM, MAX_HEADS, Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types
 from kvik.spec.model import ModelFacts, ModelScales
+from kvik.spec.network import ForwardContext
 from kvik.spec.rope import MAX_POSITIONS, read_rope
 from kvik.spec.visible_keys import Window
 

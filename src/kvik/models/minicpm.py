@@ -9,7 +9,7 @@ from math import sqrt
 from kvik.models.decoder import Decoder
 from kvik.models.deepseek import DeepseekAttention
 from kvik.models.granite import GraniteLayer
-from kvik.spec.declare import Architecture
+from kvik.spec.architecture import Architecture
 from kvik.spec.fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
 from kvik.spec.layers import LayerSpec, latent_layers
 from kvik.spec.model import ModelScales

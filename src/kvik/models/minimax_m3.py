@@ -18,14 +18,8 @@ from kvik.models.decoder import (
 )
 from kvik.models.gpt_oss import check_swiglu
 from kvik.models.mixtral import minimax_layers
-from kvik.spec.declare import (
-    GATE_UP,
-    Architecture,
-    ExpertNames,
-    FeedForward,
-    ForwardContext,
-    LayerBuilder,
-)
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import GATE_UP, ExpertNames, LayerBuilder
 from kvik.spec.experts import (
     DENSE,
     SPARSE,
@@ -38,6 +32,7 @@ from kvik.spec.fields import MAX_HEADS, MAX_WIDTH, Fields
 from kvik.spec.kv import IndexSpec
 from kvik.spec.layers import FULL, IN_BLOCKS, LayerSpec
 from kvik.spec.model import ModelFacts
+from kvik.spec.network import FeedForward, ForwardContext
 from kvik.spec.rope import MAX_POSITIONS
 
 if TYPE_CHECKING:

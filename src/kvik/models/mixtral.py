@@ -7,7 +7,8 @@ from functools import partial
 
 from kvik.models.decoder import Decoder, PreNormLayer, feed_forward
 from kvik.models.olmo2 import Olmo2Attention
-from kvik.spec.declare import Architecture, ExpertNames, gguf_experts
+from kvik.spec.architecture import Architecture, gguf_experts
+from kvik.spec.declare import ExpertNames
 from kvik.spec.experts import corrected_router, normalised_router, read_experts
 from kvik.spec.fields import MAX_WIDTH, Fields
 from kvik.spec.layers import LayerSpec, rotary_layers, windowed_layers

@@ -13,14 +13,9 @@ from kvik.errors import ModelError, shown
 from kvik.files import ADAPTER_FILES, regular
 from kvik.models.registry import ARCHITECTURES, TEXT_DEFAULTS, WITH_ENCODERS
 from kvik.options import did_you_mean
-from kvik.spec.declare import (
-    SMALL,
-    UNQUANTISED,
-    Architecture,
-    Declaration,
-    DeclaredLinear,
-    describe,
-)
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import describe
+from kvik.spec.declared import SMALL, UNQUANTISED, Declaration, DeclaredLinear
 from kvik.spec.engine_folder import read_built
 from kvik.spec.fields import (
     MAX_HEAD_DIM,

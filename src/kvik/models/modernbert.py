@@ -13,16 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvik.models.decoder import QKV, Decoder, GroupedQueryAttention, feed_forward, layer_norms
-from kvik.spec.declare import (
-    Architecture,
-    ForwardContext,
-    LayerBuilder,
-    LinearLayer,
-    Norm,
-)
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import LayerBuilder
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types
 from kvik.spec.model import ModelFacts
+from kvik.spec.network import ForwardContext, LinearLayer, Norm
 from kvik.spec.pooling import PooledLayer, PoolingSpec, mean_vectors, scores
 from kvik.spec.rope import MAX_POSITIONS, RopeSpec, read_rope
 from kvik.spec.visible_keys import Window

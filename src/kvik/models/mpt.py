@@ -14,7 +14,7 @@ from kvik.models.decoder import (
     last_norm,
     plain_mlp,
 )
-from kvik.spec.declare import MAX_BIAS, Architecture
+from kvik.spec.architecture import MAX_BIAS, Architecture
 from kvik.spec.fields import MAX_HEADS, MAX_WIDTH, Fields
 from kvik.spec.layers import LayerSpec, alibi_slopes
 from kvik.spec.model import ModelScales

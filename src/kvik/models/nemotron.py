@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 from kvik.models.decoder import Decoder, GroupedQueryAttention, PreNormLayer, plain_mlp, plain_norm
 from kvik.models.gemma import norm_from_one, softcap
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import LayerBuilder
 from kvik.spec.fields import Fields
 from kvik.spec.layers import LayerSpec, rotary_layers
 from kvik.spec.model import ModelFacts, ModelScales
+from kvik.spec.network import ForwardContext
 from kvik.spec.rope import read_rope
 
 if TYPE_CHECKING:

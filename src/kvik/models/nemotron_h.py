@@ -11,19 +11,13 @@ from typing import TYPE_CHECKING
 from kvik.errors import shown
 from kvik.models import mamba2
 from kvik.models.decoder import AttentionBlock, Decoder, GroupedQueryAttention, layer_norms
-from kvik.spec.declare import (
-    Architecture,
-    ExpertNames,
-    FeedForward,
-    ForwardContext,
-    LayerBuilder,
-    gguf_experts,
-    gguf_shared_width,
-)
+from kvik.spec.architecture import Architecture, gguf_experts, gguf_shared_width
+from kvik.spec.declare import ExpertNames, LayerBuilder
 from kvik.spec.experts import ExpertsSpec, corrected_router, read_experts
 from kvik.spec.fields import MAX_WIDTH, Fields
 from kvik.spec.layers import BLOCK_KINDS, EXPERTS, FULL, LEGACY_TYPES, LINEAR, MLP, LayerSpec
 from kvik.spec.model import ModelFacts
+from kvik.spec.network import FeedForward, ForwardContext
 
 if TYPE_CHECKING:
     from torch import Tensor

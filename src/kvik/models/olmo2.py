@@ -22,14 +22,8 @@ from kvik.models.decoder import (
     without_predictors,
 )
 from kvik.models.qwen3 import Qwen3Attention
-from kvik.spec.declare import (
-    Architecture,
-    ExpertNames,
-    ForwardContext,
-    LayerBuilder,
-    gguf_experts,
-    gguf_shared_width,
-)
+from kvik.spec.architecture import Architecture, gguf_experts, gguf_shared_width
+from kvik.spec.declare import ExpertNames, LayerBuilder
 from kvik.spec.experts import corrected_router, read_experts, softmax_router
 from kvik.spec.fields import Fields
 from kvik.spec.layers import (
@@ -41,6 +35,7 @@ from kvik.spec.layers import (
     rotary_layers,
 )
 from kvik.spec.model import ModelFacts, ModelScales
+from kvik.spec.network import ForwardContext
 from kvik.spec.rope import RopeSpec, read_rope
 
 if TYPE_CHECKING:

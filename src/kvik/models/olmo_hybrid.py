@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 from kvik.models.decoder import Decoder, Layer, PostNormLayer, PreNormLayer
 from kvik.models.olmo2 import Olmo2Attention
 from kvik.models.qwen3_5 import KEY_DIM, KEY_HEADS, VALUE_DIM, VALUE_HEADS, delta_state
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import LayerBuilder
 from kvik.spec.fields import MAX_HEADS, MAX_WIDTH, Fields
 from kvik.spec.kv import StateSpec
 from kvik.spec.layers import LINEAR, LayerSpec, layer_types, layers_with_states
 from kvik.spec.model import ModelFacts
+from kvik.spec.network import ForwardContext
 from kvik.spec.rope import read_rope
 
 if TYPE_CHECKING:

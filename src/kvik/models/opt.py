@@ -16,10 +16,12 @@ from kvik.models.decoder import (
     plain_mlp,
 )
 from kvik.models.gpt2 import learned_positions
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, LinearLayer
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import LayerBuilder
 from kvik.spec.fields import MAX_WIDTH, Fields
 from kvik.spec.layers import unturned_layers
 from kvik.spec.model import ModelFacts, ModelScales
+from kvik.spec.network import ForwardContext, LinearLayer
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,8 @@ from functools import partial
 from kvik.models.cohere import HeadNormAttention
 from kvik.models.decoder import AttentionBlock, Decoder, PreNormLayer
 from kvik.models.gpt_neox import HEAD_BY_HEAD, NEOX_MLP
-from kvik.spec.declare import Architecture, LayerBuilder
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import LayerBuilder
 from kvik.spec.layers import rotary_layers
 from kvik.spec.model import ModelFacts
 

@@ -24,7 +24,7 @@ from kvik.models.decoder import (
     plain_mlp,
 )
 from kvik.models.mixtral import MIXTRAL
-from kvik.spec.declare import Architecture
+from kvik.spec.architecture import Architecture
 from kvik.spec.experts import Router, read_experts
 from kvik.spec.fields import Fields
 from kvik.spec.layers import LayerSpec, rotary_layers, windowed_layers

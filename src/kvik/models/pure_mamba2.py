@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 from kvik.models import mamba2
 from kvik.models.bamba import check_limits
 from kvik.models.decoder import Decoder, MakeStateKeeper, layer_norms
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import LayerBuilder
 from kvik.spec.fields import MAX_WIDTH, Fields
 from kvik.spec.layers import LayerSpec
 from kvik.spec.model import ModelFacts
+from kvik.spec.network import ForwardContext
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import partial
 
 from kvik.models.decoder import Decoder, GroupedQueryAttention, PreNormLayer, feed_forward
-from kvik.spec.declare import Architecture, ExpertNames, LayerBuilder, gguf_experts
+from kvik.spec.architecture import Architecture, gguf_experts
+from kvik.spec.declare import ExpertNames, LayerBuilder
 from kvik.spec.experts import ExpertsSpec, corrected_router, read_experts, softmax_router
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, read_window, switched_layers, typed_layers

@@ -13,20 +13,14 @@ from typing import TYPE_CHECKING
 from kvik.models.decoder import Decoder, GroupedQueryAttention, PreNormLayer, mixer
 from kvik.models.gemma import norm_from_one
 from kvik.models.qwen3 import SHARED_NAMES, shared_experts
-from kvik.spec.declare import (
-    SEPARATE,
-    Architecture,
-    FilePart,
-    ForwardContext,
-    HeadsLayer,
-    LayerBuilder,
-    LinearLayer,
-)
+from kvik.spec.architecture import SEPARATE, Architecture, FilePart
+from kvik.spec.declare import LayerBuilder
 from kvik.spec.experts import normalised_router, read_experts, softmax_router
 from kvik.spec.fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
 from kvik.spec.kv import MAX_TAPS, StateSpec
 from kvik.spec.layers import LINEAR, LayerSpec, PredictorSpec, layer_types, layers_with_states
 from kvik.spec.model import ModelFacts
+from kvik.spec.network import ForwardContext, HeadsLayer, LinearLayer
 from kvik.spec.rope import read_rope
 
 if TYPE_CHECKING:

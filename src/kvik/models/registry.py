@@ -60,7 +60,7 @@ from kvik.models import (
     starcoder2,
     step3p7,
 )
-from kvik.spec.declare import Architecture
+from kvik.spec.architecture import Architecture
 
 FILES = (
     *(llama, qwen3, stablelm, phi, glm4, qwen3_5, mixtral, olmo2, granite, gpt_oss, llama4),

@@ -14,7 +14,8 @@ from kvik.models.decoder import (
     ParallelLayer,
     PreNormLayer,
 )
-from kvik.spec.declare import Architecture, LayerBuilder
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import LayerBuilder
 from kvik.spec.fields import Fields
 from kvik.spec.layers import rotary_layers
 from kvik.spec.model import ModelFacts

@@ -7,7 +7,7 @@ from functools import partial
 
 from kvik.models.decoder import Decoder, GroupedQueryAttention, PreNormLayer, plain_mlp
 from kvik.models.gpt2 import GPT2, KEYS, NORMS
-from kvik.spec.declare import Architecture
+from kvik.spec.architecture import Architecture
 from kvik.spec.fields import MAX_HEADS, Fields
 from kvik.spec.layers import unturned_layers, windowed_layers
 

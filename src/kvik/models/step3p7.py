@@ -19,11 +19,13 @@ from kvik.models.decoder import (
     last_norm,
     skip_predictors,
 )
-from kvik.spec.declare import Architecture, ExpertNames, FeedForward, LayerBuilder
+from kvik.spec.architecture import Architecture
+from kvik.spec.declare import ExpertNames, LayerBuilder
 from kvik.spec.experts import DENSE, SPARSE, ExpertsSpec, Router, corrected_router, read_experts
 from kvik.spec.fields import MAX_HEAD_DIM, MAX_HEADS, Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types, typed_layers
 from kvik.spec.model import ModelFacts, ModelScales
+from kvik.spec.network import FeedForward
 
 OFFSET = 1.0  # of all norms' gains
 NAMES = ExpertNames(

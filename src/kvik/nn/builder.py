@@ -73,30 +73,30 @@ from kvik.spec.declare import (
     NO_TYPES,
     POOL_BIAS,
     SINKS,
-    SMALL,
     XIELU,
     XIELU_NAMES,
-    Declaration,
     ExpertNames,
+    LayerBuilder,
+    usual_scope,
+)
+from kvik.spec.declared import SMALL, Declaration, Role
+from kvik.spec.experts import ExpertsSpec, Router
+from kvik.spec.kv import CompressedSpec, IndexSpec, KVGroup, StateSpec
+from kvik.spec.layers import LatentSpec, LayerSpec, QueryScale
+from kvik.spec.network import (
     ForwardContext,
     Gated,
     Join,
-    LayerBuilder,
     LinearLayer,
     Mixture,
     PositionTable,
     Rescale,
-    Role,
     Scale,
     ScaledQueriesLayer,
     Sum,
     TokenTable,
     WeightedSums,
-    usual_scope,
 )
-from kvik.spec.experts import ExpertsSpec, Router
-from kvik.spec.kv import CompressedSpec, IndexSpec, KVGroup, StateSpec
-from kvik.spec.layers import LatentSpec, LayerSpec, QueryScale
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.rope import RopeSpec
 from kvik.spec.shares import TILE, Between, PipelineStage

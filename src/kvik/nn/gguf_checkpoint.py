@@ -31,7 +31,7 @@ from kvik.nn.checkpoint import (
 )
 from kvik.nn.gguf_blocks import permute_rotary, unpermute_rotary
 from kvik.nn.safetensors import TORCH_DTYPES, TensorEntry
-from kvik.spec.declare import Architecture
+from kvik.spec.architecture import Architecture
 from kvik.spec.fields import MAX_LAYERS
 
 

@@ -25,7 +25,7 @@ from kvik.nn.gguf_blocks import FLOAT_TYPES, mxfp4_rows
 from kvik.nn.gguf_checkpoint import changes, file_shapes, shapes
 from kvik.nn.loader import torch_threads
 from kvik.nn.safetensors import TORCH_DTYPES, TensorEntry
-from kvik.spec.declare import SEPARATE, FilePart
+from kvik.spec.architecture import SEPARATE, FilePart
 from kvik.spec.stored_weights import TEXT_MODEL, TRUNKS
 from kvik.spec.weight_kind import MX_GROUP
 

@@ -15,9 +15,9 @@ from kvik.attention.indexed import Indexed
 from kvik.kernels.ops import Ops, StateHeads
 from kvik.kernels.weights import XIELU_SLOPE, Activation, ExpertSet, Matrix
 from kvik.nn.rope import Rope
-from kvik.spec.declare import ForwardContext
 from kvik.spec.experts import Router
 from kvik.spec.kv import CompressedSpec, IndexSpec
+from kvik.spec.network import ForwardContext
 from kvik.spec.pooling import PooledLayer
 
 # Embeddings at the bottom of a model.

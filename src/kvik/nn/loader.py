@@ -18,7 +18,7 @@ from kvik.nn.layers import PooledHead
 from kvik.nn.parameters import Declarations, DeclaredTensor
 from kvik.nn.safetensors import FLOATS, TORCH_DTYPES
 from kvik.spec.adapters import Adapter
-from kvik.spec.declare import Network
+from kvik.spec.network import Network
 
 log = logging.getLogger(START_LOG)
 

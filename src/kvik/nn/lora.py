@@ -34,7 +34,8 @@ from kvik.nn.formats.base import LinearShape
 from kvik.nn.layers import Adapters
 from kvik.nn.safetensors import FLOATS, Stored, TensorEntry, read_header
 from kvik.spec.adapters import INNER, TENSOR_NAME, Adapter, in_block, is_stack
-from kvik.spec.declare import SEPARATE, DeclaredLinear
+from kvik.spec.architecture import SEPARATE
+from kvik.spec.declared import DeclaredLinear
 from kvik.spec.fields import Fields, read_json
 from kvik.spec.patterns import Matcher, PatternError
 from kvik.spec.stored_weights import stored_names

@@ -33,7 +33,7 @@ from kvik.models.model_spec import (
 from kvik.models.qwen3 import QWEN3, QWEN3_MOE
 from kvik.planner.formats import weight_facts, weight_format
 from kvik.planner.shape import LayerShape, MatrixGroup, ModelShape, changed_layers
-from kvik.spec.declare import UNQUANTISED, DeclaredLinear, DeclaredNorm, DeclaredOther
+from kvik.spec.declared import UNQUANTISED, DeclaredLinear, DeclaredNorm, DeclaredOther
 from kvik.spec.engine_folder import read_built
 from kvik.spec.experts import EXPERT_KEYS, MAX_EXPERTS, Router
 from kvik.spec.fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields, read_json

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from kvik.errors import ConfigError
 from kvik.planner.shape import LayerShape, MatrixGroup, ModelShape, changed_layers, token_bytes
-from kvik.spec.declare import SMALL
+from kvik.spec.declared import SMALL
 from kvik.spec.kv import KVCacheSpec
 from kvik.spec.shares import MAX_RANKS, MAX_STAGES, TILE, HeadShare, cut_cache, share_of, stages_of
 

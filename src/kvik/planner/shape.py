@@ -13,7 +13,7 @@ from functools import cached_property
 
 from kvik.models.model_spec import ModelSpec
 from kvik.planner.formats import kv_facts, weight_facts
-from kvik.spec.declare import UNQUANTISED
+from kvik.spec.declared import UNQUANTISED
 from kvik.spec.kv import KVCacheSpec
 from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.visible_keys import ALL_KEYS, Window

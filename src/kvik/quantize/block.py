@@ -22,8 +22,8 @@ from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder
 from kvik.nn.kv_formats import allocate_kv, allocate_states
 from kvik.nn.parameters import DeclaredTensor
-from kvik.spec.declare import ForwardContext, Network
 from kvik.spec.kv import KVGroup, group_layers
+from kvik.spec.network import ForwardContext, Network
 
 # watch(number of a matrix, its inputs x [tokens, inputs]) -> the inputs to use instead.
 Watch = Callable[[int, Tensor], Tensor]

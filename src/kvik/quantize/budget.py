@@ -25,7 +25,7 @@ from kvik.quantize.gptq import rtn
 from kvik.quantize.model_blocks import open_blocks, walk
 from kvik.quantize.quantised import Progress, recipe_grid
 from kvik.quantize.recipe import MANY, Recipe
-from kvik.spec.declare import Role
+from kvik.spec.declared import Role
 from kvik.spec.fields import read_json
 
 # Choice of the layers that have many bits: the least loss within a budget.

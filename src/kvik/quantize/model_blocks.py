@@ -20,8 +20,9 @@ from kvik.nn.checkpoint import IN_RUNS, WHOLE, Checkpoint, open_checkpoint
 from kvik.nn.parameters import DeclaredTensor
 from kvik.quantize.block import WEIGHT, Block, BlockInputs, block_builder, unwatched
 from kvik.quantize.source import expert_roles
-from kvik.spec.declare import ForwardContext, Network, Role
+from kvik.spec.declared import Role
 from kvik.spec.layers import LayerSpec
+from kvik.spec.network import ForwardContext, Network
 from kvik.spec.stored_weights import stored_names
 
 # Dtype in which blocks run, by the checkpoint's: fp16 is too narrow for some residual streams.

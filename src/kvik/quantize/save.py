@@ -37,7 +37,7 @@ from kvik.quantize.calibrate import CPU, quantise_blocks
 from kvik.quantize.quantised import BlockResult, Float8, LayerResult, Progress, Quantised
 from kvik.quantize.recipe import MANY, ROW, Recipe, check_groups
 from kvik.quantize.source import Source, expert_roles, keeping_floats
-from kvik.spec.declare import Role
+from kvik.spec.declared import Role
 from kvik.spec.fields import Fields, read_json
 from kvik.spec.stored_weights import HEAD, KEY, LINEAR, REGEX, read_stored_quantization
 

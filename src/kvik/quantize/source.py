@@ -18,7 +18,7 @@ from kvik.nn.formats.base import LinearShape
 from kvik.nn.safetensors import Stored
 from kvik.quantize.block import WEIGHT
 from kvik.quantize.recipe import Recipe
-from kvik.spec.declare import UNQUANTISED, Declaration, DeclaredLinear, Role
+from kvik.spec.declared import UNQUANTISED, Declaration, DeclaredLinear, Role
 from kvik.spec.engine_folder import is_engine_folder
 from kvik.spec.stored_weights import HEAD, stored_names
 

@@ -23,8 +23,8 @@ from kvik.kernels.upload import upload
 from kvik.nn.kv_formats import NO_STATES, KVCache, States
 from kvik.nn.layers import PooledHead
 from kvik.nn.lora import AdapterSlots
-from kvik.spec.declare import ALL, ForwardContext, Network, Taps
 from kvik.spec.kv import KVGroup
+from kvik.spec.network import ALL, ForwardContext, Network, Taps
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.shares import PipelineStage
 from kvik.worker.captures import Captures, CudaCapturer, GraphMemory

@@ -28,10 +28,10 @@ from kvik.nn.layers import PooledHead
 from kvik.nn.loader import load_model
 from kvik.nn.lora import AdapterSlots, merged
 from kvik.nn.parts import FreshStorage, Storage
-from kvik.spec.declare import Network
 from kvik.spec.engine_folder import Manifest
 from kvik.spec.kv import KVGroup, group_layers
 from kvik.spec.model import DTYPE_BYTES
+from kvik.spec.network import Network
 from kvik.spec.shares import PipelineStage, cut_groups, stage_groups
 from kvik.worker.engine_cache import cache_of, manifest_of, modules_of
 from kvik.worker.graphs import EngineNetwork

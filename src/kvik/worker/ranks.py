@@ -15,7 +15,7 @@ import torch
 
 from kvik.config.config import ResolvedConfig
 from kvik.kernels.upload import upload
-from kvik.spec.declare import ForwardContext
+from kvik.spec.network import ForwardContext
 from kvik.spec.shares import PipelineStage
 from kvik.worker.graphs import EngineNetwork
 from kvik.worker.group import (
