@@ -15,25 +15,25 @@ SOURCES = Path(__file__).parents[1] / "src"
 # Lines of Python with comments and docstrings, of 2026-11-30. "": files outside folders.
 BUDGETS = {
     "attention": 2710,
-    "cli": 5260,
-    "config": 5630,
+    "cli": 5240,
+    "config": 5560,
     "core": 6520,
-    "engine": 5590,
+    "engine": 5450,
     "evaluate": 750,
     "gguf": 2630,
     "kernels": 11980,
     "kvik_bench": 9790,
     "lang": 660,
     "models": 10080,
-    "nn": 7450,
+    "nn": 7440,
     "planner": 5910,
     "quantize": 3280,
-    "server": 12457,
-    "spec": 5480,
-    "text": 4410,
+    "server": 12200,
+    "spec": 5500,
+    "text": 4260,
     "training": 640,
     "worker": 13010,
-    "": 4960,
+    "": 4880,
 }
 
 
