@@ -42,7 +42,7 @@ BUDGETS = {
     ),
     "from kvik import LLM\nwith LLM() as llm: llm.generate('Once')": (
         {"tokenizers", "numpy", "torch", "torchgen", "tqdm", "typing_extensions"},
-        254,
+        255,
     ),
 }
 SHOW = """

@@ -23,6 +23,7 @@ from kvik.nn.gguf_checkpoint import open_weights
 from kvik.nn.gguf_export import gguf_numbers, gguf_tensors
 from kvik.nn.loader import check_weights
 from kvik.nn.lora import merged
+from kvik.nn.parameters import Parameters
 from kvik.spec.kv import group_layers
 from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.stored_weights import MXFP4_BLOCKS
@@ -104,16 +105,15 @@ def check_fit(path: Path) -> None:
 def _check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
     """Raise ModelError if the checkpoint does not fit a model whose weights are declared and never
     loaded."""
-    builder = Builder(
+    parameters = Parameters(
         REFERENCE,
-        ReferenceAttention(REFERENCE),
-        group_layers(spec.kv_specs(DTYPE_BYTES[spec.dtype])),
         dtype=torch.float32,
         device=torch.device("meta"),
-        max_model_len=1,
         checkpoint=checkpoint,
         stored_quantization=spec.quantization,
     )
+    groups = group_layers(spec.kv_specs(DTYPE_BYTES[spec.dtype]))
+    builder = Builder(parameters, ReferenceAttention(REFERENCE), groups, max_model_len=1)
     spec.family.network(spec, builder)
     check_weights(builder.declared, checkpoint)
 

@@ -21,6 +21,7 @@ from kvik.nn.gguf_checkpoint import open_weights
 from kvik.nn.kv_formats import allocate_kv, allocate_states
 from kvik.nn.loader import load_model
 from kvik.nn.lora import AdapterSlots
+from kvik.nn.parameters import Parameters
 from kvik.spec.kv import group_layers, stored_as
 from kvik.spec.network import ForwardContext
 
@@ -52,18 +53,17 @@ class PagedModel:
         self.groups = group_layers(specs)
         self.backend = backend or ReferenceAttention(ops)
         device = torch.device("cpu")
-        self.builder = Builder(
+        parameters = Parameters(
             ops,
-            self.backend,
-            self.groups,
             dtype=dtype,
             device=device,
-            max_model_len=max_model_len or self.spec.max_position_embeddings,
             checkpoint=open_weights(folder) if folder else None,
             stored_quantization=self.spec.quantization,
             quantization=quantization,
             adapters=adapters,
         )
+        length = max_model_len or self.spec.max_position_embeddings
+        self.builder = Builder(parameters, self.backend, self.groups, max_model_len=length)
         self.model, _ = load_model(self.spec, self.builder, seed=seed)
         self.cache = allocate_kv(self.groups, num_blocks, block_size, dtype, device)
         self.kv = self.cache.layers

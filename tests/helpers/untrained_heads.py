@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from kvik.models.draft_heads import EagleLayer, MedusaHeads
 from kvik.nn.builder import Builder
 from kvik.nn.loader import random_weights
+from kvik.nn.parameters import Parameters
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import Drafter
 from kvik.worker.drafters.heads import EagleDrafter, MedusaDrafter
@@ -66,12 +67,5 @@ def save_heads(folder: Path, kind: str, *, hidden: int, vocab: int = 96) -> None
 
 def _builder(parts: DrafterParts) -> Builder:
     chosen = parts.platform.parts
-    return Builder(
-        chosen.ops,
-        chosen.backend,
-        (),
-        dtype=chosen.dtype,
-        device=chosen.device,
-        max_model_len=1,
-        checkpoint=None,
-    )
+    parameters = Parameters(chosen.ops, dtype=chosen.dtype, device=chosen.device, checkpoint=None)
+    return Builder(parameters, chosen.backend, (), max_model_len=1)

@@ -27,6 +27,7 @@ from kvik.models.decoder import Decoder
 from kvik.nn.builder import Builder
 from kvik.nn.kv_formats import allocate_kv, allocate_states
 from kvik.nn.loader import load_model
+from kvik.nn.parameters import Parameters
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.graphs import Eager, EngineNetwork
 from kvik.worker.input_batch import build_input_batch
@@ -91,16 +92,15 @@ class Twins:
     def __init__(self, config: ResolvedConfig) -> None:
         native = NativePlatform(config)
         parts, cache, scheduler = native.parts, config.cache, config.scheduler
-        builder = Builder(
+        parameters = Parameters(
             parts.ops,
-            parts.backend,
-            cache.groups,
             dtype=parts.dtype,
             device=parts.device,
-            max_model_len=scheduler.max_model_len,
             checkpoint=None,
             quantization=config.runner.quantization,
         )
+        length = scheduler.max_model_len
+        builder = Builder(parameters, parts.backend, cache.groups, max_model_len=length)
         with torch.inference_mode():
             model, _ = load_model(config.model, builder, seed=1)
             self.taped, self.eager = (

@@ -6,13 +6,11 @@ So models have no loading code and do not know how their weights are stored.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from statistics import NormalDist
 from typing import Any, get_args
 
 import torch
@@ -20,15 +18,13 @@ from torch import Tensor
 
 from kvik.attention.base import AttentionBackend, AttentionSpec, HeadNorms, LatentUp
 from kvik.attention.compressed import EntryMaker
-from kvik.errors import ModelError, shown
-from kvik.kernels.ops import Gate, Ops, StateHeads
-from kvik.kernels.weights import PAIRED, Activation, Matrix, MatrixSpec, float_kind, float_weight
-from kvik.nn.checkpoint import Checkpoint, layer_of
+from kvik.kernels.ops import Gate, StateHeads
+from kvik.kernels.weights import Activation, Matrix, MatrixSpec, float_kind, float_weight
+from kvik.nn.checkpoint import layer_of
+from kvik.nn.feed_forward import FeedForwardBuilder, MLPShape
 from kvik.nn.formats.base import LinearShape
 from kvik.nn.layers import (
     MLP,
-    AdaptedExperts,
-    Adapters,
     Attention,
     CausalConv,
     CompressedAttention,
@@ -43,24 +39,18 @@ from kvik.nn.layers import (
     PooledHead,
     Recurrence,
     RMSNorm,
-    Xielu,
 )
-from kvik.nn.lora import AdapterSlots
 from kvik.nn.parameters import (
     BIAS,
     KV_SCALES,
     LayerNames,
     Parameters,
     fill_moved,
-    fill_rows,
     fill_scaled,
 )
 from kvik.nn.parts import (
-    FreshStorage,
     HeadRows,
     Quantizer,
-    Storage,
-    gate_then_up,
     head_places,
     in_parts,
     with_gates,
@@ -73,14 +63,12 @@ from kvik.spec.declare import (
     NO_TYPES,
     POOL_BIAS,
     SINKS,
-    XIELU,
-    XIELU_NAMES,
     ExpertNames,
     LayerBuilder,
     usual_scope,
 )
 from kvik.spec.declared import SMALL, Declaration, Role
-from kvik.spec.experts import ExpertsSpec, Router
+from kvik.spec.experts import ExpertsSpec
 from kvik.spec.kv import CompressedSpec, IndexSpec, KVGroup, StateSpec
 from kvik.spec.layers import LatentSpec, LayerSpec, QueryScale
 from kvik.spec.network import (
@@ -99,20 +87,10 @@ from kvik.spec.network import (
 )
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.rope import RopeSpec
-from kvik.spec.shares import TILE, Between, PipelineStage
-from kvik.spec.stored_weights import TRUNKS, StoredQuantization, stored_alike
-from kvik.spec.weights import matrix_kind
+from kvik.spec.shares import Between, PipelineStage
+from kvik.spec.stored_weights import TRUNKS, stored_alike
 
 WEIGHT = "weight"
-# Activations of MLPs without a gate, by their names in config.json.
-MLP_ACTIVATIONS: Mapping[str, Activation] = {
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu": "gelu",
-    "relu": "relu",
-    "relu2": "relu_squared",
-}
 GATES: Mapping[str, Gate] = {gate: gate for gate in get_args(Gate)}
 
 
@@ -121,60 +99,35 @@ class Builder(LayerBuilder):
 
     def __init__(
         self,
-        ops: Ops,
+        parameters: Parameters,
         backend: AttentionBackend,
         groups: Sequence[KVGroup],
         *,
-        dtype: torch.dtype,
-        device: torch.device,
         max_model_len: int,
-        checkpoint: Checkpoint | None,
-        stored_quantization: StoredQuantization | None = None,
-        quantization: str = "none",
-        storage: Storage | None = None,
-        adapters: AdapterSlots | None = None,
         stage: PipelineStage | None = None,
     ) -> None:
         """
         Args:
             groups: KV groups in the order of `ForwardContext.metadata`.
             max_model_len: number of positions; fixes the base of "dynamic" rotary embeddings.
-            checkpoint: source of the weights; None: random floats.
-            stored_quantization: how the checkpoint stores linear layers; None: as floats.
-            quantization: applied to linear layers while loading, as in `EngineConfig`.
-            storage: allocates the weights; None: new memory.
-            adapters: from which requests choose; None: there are none.
             stage: the part of the model to build; None: all of it.
         """
         super().__init__(Declaration())  # for layers of other stages
-        self.ops = ops
+        self.parameters = parameters
+        self.ops = parameters.ops
         self.backend = backend
-        self.dtype = dtype
-        self.device = device
+        self.dtype = parameters.dtype
+        self.device = parameters.device
         self.max_model_len = max_model_len
-        self.checkpoint = checkpoint
-        self.quantization = quantization
-        self.storage = storage or FreshStorage(ops)
-        self.adapters = adapters
+        self.storage = parameters.storage
+        self.declared = parameters.declared
         self._stage = stage
-        self._parameters = Parameters(
-            ops,
-            dtype=dtype,
-            device=device,
-            checkpoint=checkpoint,
-            stored_quantization=stored_quantization,
-            quantization=quantization,
-            storage=self.storage,
-            adapters=adapters,
-        )
-        self.declared = self._parameters.declared
         self._groups = groups
         self._ropes: dict[tuple[RopeSpec, int], Rope] = {}
         self._group_of = {layer: i for i, group in enumerate(groups) for layer in group.layers}
         self._q_ropes: dict[tuple[RopeSpec, int], Rope] = {}  # shared by layers
         self._query_scales: dict[QueryScale, Tensor] = {}  # tables shared by layers
         self._position_of = {layer: i for i, layer in enumerate(sorted(self._group_of))}
-        self._identities: dict[int, Matrix] = {}  # by size, shared by layers
         self._states: dict[int, int] = {}  # layer that keeps a state -> its number among these
         # What layers with a budget compute, by their number.
         self.budgeted: dict[int, AttentionSpec] = {}
@@ -189,18 +142,15 @@ class Builder(LayerBuilder):
         if isinstance(name, int) and self._stage is not None and name not in self._stage.layers:
             self.declared.elsewhere.add(f"{self._name(str(name))}.")
             return LayerBuilder(Declaration())
-        return self._at(name, *aliases)
-
-    def _at(self, name: str | int, *aliases: str) -> Builder:
         inner = copy(self)
         inner._scope = self._name(usual_scope(str(name), *aliases))
         trunks = TRUNKS if name == "model" else ()
         for scope in map(self._name, (*trunks, str(name), *aliases)):
-            if any(layer.startswith(f"{scope}.") for layer in self._parameters.stored):
+            if any(layer.startswith(f"{scope}.") for layer in self.parameters.stored):
                 inner._scope = scope
                 break
         else:
-            if self._parameters.stored and "" in aliases:
+            if self.parameters.stored and "" in aliases:
                 return self
         return inner
 
@@ -210,8 +160,8 @@ class Builder(LayerBuilder):
         def stored(name: str) -> bool:
             full = self._name(name)
             layer, tensor = layer_of(full)
-            is_layer = bool({full, f"{full}.weight"} & self._parameters.stored.keys())
-            return is_layer or tensor in self._parameters.stored.get(layer, {})
+            is_layer = bool({full, f"{full}.weight"} & self.parameters.stored.keys())
+            return is_layer or tensor in self.parameters.stored.get(layer, {})
 
         return next(filter(stored, names), names[0])
 
@@ -256,11 +206,11 @@ class Builder(LayerBuilder):
         if between is not None:
             assert between.count * between.width == inputs
             between = replace(between, read=True)
-        elif parts and self.adapters is None:
+        elif parts and self.parameters.adapters is None:
             heads = sum(outputs) // sum(parts)
             projections = tuple((True, width) for width in parts)
             between = Between(heads, sum(parts), heads, projections)
-        return self._parameters.linear(
+        return self.parameters.linear(
             self._names(*names),
             shapes,
             bias=bias,
@@ -309,7 +259,7 @@ class Builder(LayerBuilder):
         between, dims = None, [head_dim] * len(heads)
         if value_dim is not None:
             dims[-1] = value_dim
-        if not full_rows and len(heads) > 1 and self.adapters is None:
+        if not full_rows and len(heads) > 1 and self.parameters.adapters is None:
             between = Between(heads[0], dims[-1], heads[1])
             self.declared.heads[self._scope] = between
         head_counts: list[tuple[int, ...]] = [(count,) for count in heads]  # of each layer
@@ -328,7 +278,7 @@ class Builder(LayerBuilder):
                     between, projections=tuple((i == 0, head_dim) for i in range(len(heads)))
                 )
             shape = LinearShape(inputs, total)
-            linear = self._parameters.linear(
+            linear = self.parameters.linear(
                 self._names(*names), [shape], bias=bias, places=places, between=between
             )
             return Heads([linear], [tuple((count, head_dim) for count in heads)], clip)
@@ -346,7 +296,7 @@ class Builder(LayerBuilder):
                 between = replace(between, projections=tuple(projections))
             shapes = [LinearShape(inputs, width) for width in widths]
             linears.append(
-                self._parameters.linear(
+                self.parameters.linear(
                     self._names(*names[members]), shapes, bias=bias, places=places, between=between
                 )
             )
@@ -379,92 +329,12 @@ class Builder(LayerBuilder):
             down: name of the down projection.
             sparsity, limit: as in `LayerSpec`; with a limit the activation is SiLU.
         """
+        shape, builder = MLPShape(names, down, hidden, inner, bias), self._feed_forward
         if limit:
-            return self._limited_mlp(names, down, hidden, inner, bias, limit)
-        if not sparsity:
-            return self._mlp(names, down, hidden, inner, bias, activation)
-        # The activation reads whole rows.
-        mlp = self._mlp(names, down, hidden, inner, bias, activation, fused=False, divisible=False)
-        deviations, ops = NormalDist().inv_cdf(sparsity), self.ops
-        return replace(mlp, between=lambda x: ops.activate_top(x, activation, deviations))
-
-    def _limited_mlp(
-        self,
-        names: tuple[str, ...],
-        down: str,
-        hidden: int,
-        inner: int,
-        bias: bool,
-        limit: float,
-    ) -> MLP:
-        """Return the MLP of a layer with a limit."""
-        ops, sizes = self.ops, (hidden, inner, bias)
-        mlp = self._mlp(names, down, *sizes, "silu_and_mul", fused=False, divisible=False)
-
-        def multiply(x: Tensor) -> Tensor:
-            """x [tokens, 2 * inner] -> [tokens, inner]."""
-            gate, up = x.chunk(2, 1)
-            gate = ops.clipped(ops.gated(gate, gate, "sigmoid"), limit)  # never below -0.28
-            return ops.gated(gate, ops.clipped(up, limit), "none")
-
-        return replace(mlp, between=multiply)
-
-    def _mlp(
-        self,
-        names: tuple[str, ...],
-        down: str,
-        hidden: int,
-        inner: int,
-        bias: bool,
-        activation: Activation | None,
-        *,
-        transposed: bool = False,
-        mixed: bool = False,
-        expert: tuple[int, int] | None = None,
-        fused: bool = True,
-        divisible: bool = True,
-    ) -> MLP:
-        """Return an MLP of this scope.
-
-        Args:
-            names: of gate and up, of one layer for both, or without a gate of up.
-            transposed: float weights are stored [inputs, outputs].
-            mixed: see `ExpertNames`.
-            expert: see `MatrixSpec`.
-            fused: the first matrix has the activation.
-            divisible: processes may divide the channels between the matrices.
-        """
-        rows = 2 * inner if activation in PAIRED else inner
-        transposed |= mixed
-        shapes = [LinearShape(hidden, rows // len(names), transposed)] * len(names)
-        places = gate_then_up(rows) if mixed else None
-        between = self._channels(inner, down) if divisible else None
-        up = self._parameters.linear(
-            self._names(*names),
-            shapes,
-            bias=bias,
-            activation=activation if fused else None,
-            places=places,
-            expert=expert,
-            between=between,
-        )
-        read = None if between is None else replace(between, read=True)
-        last = LinearShape(inner, hidden, transposed)
-        return MLP(
-            up,
-            self._parameters.linear(
-                self._names(down), [last], bias=bias, expert=expert, between=read
-            ),
-        )
-
-    def _channels(self, inner: int, down: str) -> Between | None:
-        """Return the channels between an MLP's matrices, to be divided only between groups of
-        inputs of `down`; None: there are adapters in between."""
-        if self.adapters is not None:
-            return None
-        stored = self._parameters.scheme(self._name(down))
-        kind = matrix_kind(self.quantization, inner, [stored], head=False)
-        return Between(inner, math.lcm(TILE, kind.group if kind and kind.group else 1))
+            return builder.limited(shape, limit)
+        if sparsity:
+            return builder.sparse(shape, activation, sparsity)
+        return builder.mlp(shape, activation)
 
     def mlp(
         self,
@@ -482,21 +352,8 @@ class Builder(LayerBuilder):
         Args:
             activation: by its name in config.json.
         """
-        kind = None if activation == XIELU else MLP_ACTIVATIONS[activation]
-        mlp = self._mlp((up,), down, hidden, inner, bias, kind, transposed=transposed)
-        return mlp if kind is not None else replace(mlp, between=self._xielu())
-
-    def _xielu(self) -> Xielu:
-        scope, _, _ = XIELU_NAMES[0].rpartition(".")
-        factors = self.storage.tensor(self._name(scope), (2,), torch.float32, self.device)
-        xielu = Xielu(self.ops, factors)
-        for place, name in enumerate(XIELU_NAMES):
-            fill = partial(xielu.fill, place)
-            self._parameters.declare(self._name(name), factors[place : place + 1], "bias", fill)
-        self.ignore(f"{scope}.beta", f"{scope}.eps")  # constants of the activation
-        if self.storage.names:
-            xielu.on_host()
-        return xielu
+        shape = MLPShape((up,), down, hidden, inner, bias, transposed)
+        return self._feed_forward.ungated(shape, activation)
 
     def experts(
         self,
@@ -519,111 +376,12 @@ class Builder(LayerBuilder):
         Raises:
             ModelError: the checkpoint stores the experts in several formats.
         """
-        rule, inner = spec.router, spec.inner
-        shape = LinearShape(hidden, rule.experts)
-        router = self._parameters.linear(
-            self._names(names.router), [shape], bias=bias, exact=True, wide=True
-        )
-        correction, scales, table = None, None, None
-        if rule.by_token:
-            table = self._experts_of_tokens(self._name(names.table), vocab, rule)
-        if rule.scaled:
-            scales = self._parameters.tensor(self._name(names.scales), (rule.experts,), "gain")
-        if rule.corrected:
-            full, sizes = self._name(names.correction), (rule.experts,)
-            correction = self.storage.tensor(full, sizes, torch.float32, self.device)
-            stored = correction[None] if names.correction_row else correction
-            self._parameters.declare(full, stored, "bias")
-        up, down = [], []
-        first = [self._name(name.format(0)) for name in (*names.gate_up, names.down)]
-        unfused = self.adapters is not None and any(
-            self.adapters.room([name]) for name in (first[0], first[-1])
-        )
-        for expert in range(rule.experts):
-            gate_up = tuple(name.format(expert) for name in names.gate_up)
-            last, number = names.down.format(expert), (expert, rule.experts)
-            mlp = self._mlp(
-                gate_up,
-                last,
-                hidden,
-                inner,
-                bias,
-                activation,
-                mixed=names.mixed,
-                expert=number,
-                fused=not unfused,
-            )
-            up.append(mlp.up.matrix)
-            down.append(mlp.down.matrix)
-        for matrices in (up, down):
-            if len({matrix.spec.kind for matrix in matrices}) > 1:
-                named = shown(self._name(names.down.format("*")))
-                raise ModelError("model", f"stores the experts {named} in several ways")
-        shared, gate = None, None
-        if spec.gated:
-            column = LinearShape(hidden, 1)
-            gate = self._parameters.linear(
-                self._names(names.shared_gate), [column], bias=False, exact=True
-            )
-        if spec.shared:
-            scope = self._at(names.shared)
-            of_all = names.shared_gate_up, names.shared_down, hidden, spec.shared, bias
-            if spec.shared_limit:
-                shared = scope._limited_mlp(*of_all, spec.shared_limit)
-            else:
-                shared = scope._mlp(*of_all, shared_activation or activation)
-        adapted = self._adapted(up, down, names, activation, rule) if unfused else None
-        experts = replace(self.ops.expert_set(up, down), weigh_inputs=rule.weigh_inputs)
-        of_router = router, rule, correction
-        return Experts(self.ops, *of_router, experts, shared, gate, scales, adapted, table)
+        of_all = bias, activation, shared_activation, vocab
+        return self._feed_forward.experts(hidden, spec, names, *of_all)
 
-    def _experts_of_tokens(self, full: str, vocab: int, rule: Router) -> Tensor:
-        """Return the table of the experts of each token, [vocab, active] int64."""
-        table = self.storage.tensor(full, (vocab, rule.active), torch.int64, self.device)
-
-        def fill(first: int, values: Tensor) -> None:
-            ordered = values.sort(1).values
-            inside = (ordered >= 0) & (ordered < rule.experts)
-            if not bool(inside.all()) or bool((ordered[:, 1:] == ordered[:, :-1]).any()):
-                reason = f"different numbers below {rule.experts} in each row"
-                raise ModelError("model", f"tensor {shown(full)} must have {reason}")
-            fill_rows(table, first, values)
-
-        self._parameters.declare(full, table, "ids", fill)
-        return table
-
-    def _adapted(
-        self,
-        up: Sequence[Matrix],
-        down: Sequence[Matrix],
-        names: ExpertNames,
-        activation: Activation,
-        rule: Router,
-    ) -> AdaptedExperts:
-        """Return experts whose activation is not fused, with the adapters that change them."""
-        assert self.adapters is not None
-        made: list[tuple[Matrix, Adapters | None]] = []
-        for matrix, layers in ((up[0], names.gate_up), (down[0], (names.down,))):
-            spec, first = matrix.spec, matrix is up[0]
-            each = [[self._name(layer.format(e)) for layer in layers] for e in range(rule.experts)]
-            shapes = [LinearShape(spec.inputs, spec.rows // len(layers))] * len(layers)
-            places = gate_then_up(spec.rows) if names.mixed and first else None
-            pairs = self.adapters.of_experts(each, shapes, places)
-            made.append((self._identity(spec.rows if first else spec.inputs), pairs))
-        (after, up_pairs), (before, down_pairs) = made
-        ups = self.ops.expert_set(up, [after] * len(up))
-        downs = self.ops.expert_set([before] * len(down), down)
-        weigh = rule.weigh_inputs
-        return AdaptedExperts(self.ops, ups, downs, up_pairs, down_pairs, activation, weigh)
-
-    def _identity(self, size: int) -> Matrix:
-        if size not in self._identities:
-            kind = float_kind(self.dtype)
-            spec = MatrixSpec(kind, size, size, False, None, self.dtype, self.device)
-            self._identities[size] = self.ops.matrix(spec)
-            values = torch.eye(size, dtype=self.dtype, device=self.device)
-            self.ops.pack_rows(self._identities[size], 0, float_weight(values))
-        return self._identities[size]
+    @property
+    def _feed_forward(self) -> FeedForwardBuilder:
+        return FeedForwardBuilder(self.parameters, self._scope)
 
     def embedding(
         self,
@@ -654,14 +412,14 @@ class Builder(LayerBuilder):
         sums = table.view(count, skipped + rows, hidden)
         if not self.storage.names:
             sums.zero_()
-            self._parameters.declare(full, sums[0], "matrix", partial(_add_positions, sums))
+            self.parameters.declare(full, sums[0], "matrix", partial(_add_positions, sums))
             other = self._name(f"{kinds}.weight")
-            self._parameters.declare(other, sums[:, 0], "matrix", partial(_add_types, sums))
+            self.parameters.declare(other, sums[:, 0], "matrix", partial(_add_types, sums))
         return Embedding(self.ops, table[skipped:])
 
     def _table(self, name: str, rows: int, hidden: int, skipped: int = 0) -> Embedding:
         full = self._name(f"{name}.weight")
-        table = self._parameters.tensor(full, (skipped + rows, hidden), "matrix", self.dtype)
+        table = self.parameters.tensor(full, (skipped + rows, hidden), "matrix", self.dtype)
         return Embedding(self.ops, table[skipped:])
 
     def token_embedding(
@@ -689,7 +447,7 @@ class Builder(LayerBuilder):
             self.declared.embedding = self._name(f"{name}.weight")
         scale = float(torch.tensor(scale, dtype=self.dtype))
         stored_as_matrix = self._name(name) in self.storage.names
-        scheme = self._parameters.embedding_scheme(self._name(name))
+        scheme = self.parameters.embedding_scheme(self._name(name))
         if not tied and scheme is None and not stored_as_matrix:
             plain = self._table(name, vocab, hidden)
             return Embedding(self.ops, plain.table, scale)
@@ -714,8 +472,8 @@ class Builder(LayerBuilder):
     def _embedding_matrix(
         self, name: str, shape: LinearShape, tied: bool, scale: float, bias: bool = False
     ) -> MatrixEmbedding:
-        scheme = self._parameters.embedding_scheme(self._name(name))
-        linear = self._parameters.linear(
+        scheme = self.parameters.embedding_scheme(self._name(name))
+        linear = self.parameters.linear(
             self._names(name), [shape], stored=[scheme], bias=bias, head=True, declared_bias=False
         )
         return MatrixEmbedding(self.ops, linear.matrix, self.dtype, tied, scale)
@@ -738,10 +496,10 @@ class Builder(LayerBuilder):
             head = Linear(self.ops, embedding.matrix)
             if embedding.matrix.bias is not None:
                 full = self._name(f"{name}.{BIAS}")
-                self._parameters.declare(full, embedding.matrix.bias, "bias")
+                self.parameters.declare(full, embedding.matrix.bias, "bias")
         else:
             vocab, hidden = embedding.shape
-            head = self._parameters.linear(
+            head = self.parameters.linear(
                 self._names(name), [LinearShape(hidden, vocab)], bias=bias, head=True
             )
         if softcap is None:
@@ -784,7 +542,7 @@ class Builder(LayerBuilder):
         """
         places = head_places(rope, heads, dim // heads)
         full = self._name(f"{name}.{tensor}")
-        gain = self._parameters.gain(full, dim, scale, offset, places, exact=True)
+        gain = self.parameters.gain(full, dim, scale, offset, places, exact=True)
         return RMSNorm(self.ops, gain if groups == 1 else gain.view(groups, -1), eps)
 
     def plain_norm(self, dim: int, eps: float, *, centred: bool = False) -> RMSNorm | LayerNorm:
@@ -815,11 +573,11 @@ class Builder(LayerBuilder):
             order: of the channels, as in `linear`.
         """
         places = torch.tensor(order).argsort() if order else head_places(rope, 1, dim)
-        weight = self._parameters.gain(self._name(f"{name}.weight"), dim, scale, offset, places)
+        weight = self.parameters.gain(self._name(f"{name}.weight"), dim, scale, offset, places)
         shift = self._empty(f"{name}.bias", dim)
         if bias:
             moved = None if places is None else partial(fill_moved, shift, places)
-            self._parameters.declare(self._name(f"{name}.bias"), shift, "bias", moved)
+            self.parameters.declare(self._name(f"{name}.bias"), shift, "bias", moved)
         elif not self.storage.names:
             shift.zero_()
         return LayerNorm(self.ops, weight, shift, eps)
@@ -841,10 +599,10 @@ class Builder(LayerBuilder):
         for head in range(heads) if "{}" in name else ():
             fill = partial(fill_scaled, gains[head], 1.0, 0.0, places)
             full = self._name(f"{name.format(head)}.weight")
-            self._parameters.declare(full, gains[head], "gain", fill)
+            self.parameters.declare(full, gains[head], "gain", fill)
         if "{}" not in name:
             moved = None if places is None else partial(_fill_heads, gains, places)
-            self._parameters.declare(self._name(f"{name}.weight"), gains, "gain", moved)
+            self.parameters.declare(self._name(f"{name}.weight"), gains, "gain", moved)
         return LayerNorm(self.ops, gains, offsets, eps)
 
     def query_scale(self, spec: QueryScale) -> ScaledQueriesLayer:
@@ -898,7 +656,7 @@ class Builder(LayerBuilder):
             head_norms = HeadNorms(q_norm.weight, k_weight, q_norm.eps, after)
         learned = None
         if sinks:
-            learned = self._parameters.tensor(self._name(sink_name), (sinks,), "bias")
+            learned = self.parameters.tensor(self._name(sink_name), (sinks,), "bias")
         alibi = None
         if facts.slopes:
             alibi = torch.tensor(facts.slopes, dtype=torch.float32, device=self.device)
@@ -953,16 +711,16 @@ class Builder(LayerBuilder):
         self.ignore(*KV_SCALES)
         position, group = self._position_of[layer], self._group_of[layer]
         up = self._latent_up(names, heads, latent)
-        local_heads = self.adapters is None
+        local_heads = self.parameters.adapters is None
         if local_heads:
             self.declared.heads[self._scope] = Between(heads, latent.value, heads)
         sinks = None
         if sink_name:
-            sinks = self._parameters.tensor(self._name(sink_name), (heads,), "bias")
+            sinks = self.parameters.tensor(self._name(sink_name), (heads,), "bias")
         pool_bias = None
         if index is not None and index.pool and not index.shared:
             shape = index.pool, index.dim
-            pool_bias = self._parameters.tensor(self._name(POOL_BIAS), shape, "bias")
+            pool_bias = self.parameters.tensor(self._name(POOL_BIAS), shape, "bias")
         spec = AttentionSpec(scale, sinks=sinks, local_heads=local_heads)
         self.backend.caps.check(spec)
         return LatentAttention(self.backend, position, group, spec, up, index, pool_bias)
@@ -990,7 +748,7 @@ class Builder(LayerBuilder):
                 checkpoint stores.
             sink_name: of the heads' learned sinks.
         """
-        tensor, tables = partial(self._parameters.tensor, kind="bias"), self._ropes[rope, spec.rope]
+        tensor, tables = partial(self.parameters.tensor, kind="bias"), self._ropes[rope, spec.rope]
         turns = tables.high, tables.low, tables.end
         widths = [(1 + spec.overlap) * width for width in spec.dims(head_dim)]
         makers = tuple(
@@ -1000,10 +758,10 @@ class Builder(LayerBuilder):
         places = tuple((self._position_of[number], self._group_of[number]) for number in layers)
         sinks = tensor(self._name(sink_name), (heads,))
         sizes = spec.groups, heads * head_dim // spec.groups, spec.group_rank
-        matrix = self._parameters.of_heads(self._name(down), *sizes)
+        matrix = self.parameters.of_heads(self._name(down), *sizes)
         if not self.storage.names:
-            self._parameters.declare_heads(self._name(down), matrix, *sizes)
-        local_heads = self.adapters is None
+            self.parameters.declare_heads(self._name(down), matrix, *sizes)
+        local_heads = self.parameters.adapters is None
         if local_heads:
             self.declared.heads[self._scope] = Between(spec.groups, spec.group_rank, spec.groups)
         of = spec, makers, window, head_dim**-0.5, sinks, matrix, local_heads
@@ -1013,7 +771,7 @@ class Builder(LayerBuilder):
         layer, kind = self._name(names[0]), float_kind(self.dtype)
         sizes = (latent.nope, latent.rank), (latent.rank, latent.value)
         keys, values = matrices = [
-            self._parameters.of_heads(f"{layer}.{part}", heads, *size)
+            self.parameters.of_heads(f"{layer}.{part}", heads, *size)
             for part, size in zip(("keys", "values"), sizes, strict=True)
         ]
         up = LatentUp(keys, values, latent.rank, latent.value)
@@ -1026,10 +784,10 @@ class Builder(LayerBuilder):
             # Transposed: the keys' matrix is applied to queries before the cache is read.
             parts = (keys, lambda rows: rows[:nope].t()), (values, lambda rows: rows[nope:])
             to = HeadRows(self.ops, quantizer, size, parts)
-            self._parameters.declare_layer(layer, shape, to)
+            self.parameters.declare_layer(layer, shape, to)
             return up
         for name, matrix, (inputs, outputs) in zip(names, matrices, sizes, strict=True):
-            self._parameters.declare_heads(self._name(name), matrix, heads, inputs, outputs)
+            self.parameters.declare_heads(self._name(name), matrix, heads, inputs, outputs)
         return up
 
     def scaled_sum(self, factor: float) -> Sum:
@@ -1048,7 +806,7 @@ class Builder(LayerBuilder):
             for name, shape in layer.tensors.items():
                 gain = layer.norm_eps is not None and not name.endswith(BIAS)
                 kind = "gain" if gain else "matrix" if len(shape) == 2 else "bias"
-                made.append(self._parameters.tensor(name, shape, kind))
+                made.append(self.parameters.tensor(name, shape, kind))
             layers.append((layer, made[0], made[1] if layer.bias else None))
         return PooledHead(layers)
 
@@ -1057,10 +815,10 @@ class Builder(LayerBuilder):
         each, [size]."""
         full = self._name(name)
         if size > 1:
-            ops, row = self.ops, self._parameters.tensor(full, (size,), "gain")[None]
+            ops, row = self.ops, self.parameters.tensor(full, (size,), "gain")[None]
             return lambda x: ops.gated(x, row.expand_as(x), "none")
         scale = LearnedScale(self.ops, self.storage.tensor(full, (1,), torch.float32, self.device))
-        self._parameters.declare(full, scale.value, "gain", scale.fill)
+        self.parameters.declare(full, scale.value, "gain", scale.fill)
         if self.storage.names:
             scale.factor = float(scale.value)
         return scale
@@ -1084,7 +842,7 @@ class Builder(LayerBuilder):
             router: name of the shared one.
             coefficients: names of the others, with their outputs and what is added to these.
         """
-        shared = self._parameters.linear(
+        shared = self.parameters.linear(
             self._names(router),
             [LinearShape(inputs, streams)],
             bias=False,
@@ -1094,7 +852,7 @@ class Builder(LayerBuilder):
         )
         made = []
         for name, (outputs, offset) in coefficients.items():
-            linear = self._parameters.linear(
+            linear = self.parameters.linear(
                 self._names(name),
                 [LinearShape(streams, outputs)],
                 bias=offset != 0.0,
@@ -1149,9 +907,9 @@ class Builder(LayerBuilder):
         if not self.storage.names:
             each = torch.tensor([ends for _, *ends in runs])
             factors[2:].copy_(each.t().repeat_interleave(counts, 1))
-            self._parameters.declare(biases, factors[1], "bias")
+            self.parameters.declare(biases, factors[1], "bias")
             fill = partial(_fill_each, factors[0], counts)
-            self._parameters.declare(gains, torch.empty(len(runs), device="meta"), "gain", fill)
+            self.parameters.declare(gains, torch.empty(len(runs), device="meta"), "gain", fill)
         ops = self.ops
         return lambda x: ops.stream_weights(x, linear(x), factors, eps, streams, rounds)
 
@@ -1170,7 +928,7 @@ class Builder(LayerBuilder):
         if not self.storage.names:
             rows = torch.empty(outputs, inputs, dtype=self.dtype, device="meta")
             fill = partial(self._pack_floats, linear.matrix)
-            self._parameters.declare(full, rows, "matrix", fill)
+            self.parameters.declare(full, rows, "matrix", fill)
         return linear
 
     def _pack_floats(self, matrix: Matrix, first: int, values: Tensor) -> None:
@@ -1213,19 +971,19 @@ class Builder(LayerBuilder):
         weight = self.storage.tensor(full, (width, channels), self.dtype, self.device)
         sizes = dict(parts) or {name: channels}
         stored = [
-            self._parameters.stored.get(self._name(part), {}).get(WEIGHT, ()) for part in sizes
+            self.parameters.stored.get(self._name(part), {}).get(WEIGHT, ()) for part in sizes
         ]
         if sum(shape[0] for shape in stored if shape) == channels:  # transformers divides evenly
             sizes = {part: shape[0] for part, shape in zip(sizes, stored, strict=True)}
         first = 0
         for part, size in sizes.items():
             rows = weight.t()[first : first + size, None]
-            self._parameters.declare(self._name(f"{part}.weight"), rows, "gain")
+            self.parameters.declare(self._name(f"{part}.weight"), rows, "gain")
             first += size
         offset = None
         if spec.bias:
             full = self._name(f"{name}.bias")
-            offset = self._parameters.tensor(full, (channels,), "bias", self.dtype)
+            offset = self.parameters.tensor(full, (channels,), "bias", self.dtype)
         return CausalConv(self.ops, weight, offset, self._state_of(layer), silu)
 
     def recurrence(
@@ -1247,12 +1005,12 @@ class Builder(LayerBuilder):
             decay_shape: of `decay` in the checkpoint; (): [value_heads], or if each number has its
                 own rate [value_heads * value_dim, key_dim].
         """
-        parameter, count = partial(self._parameters.tensor, kind="bias"), spec.value_heads
+        parameter, count = partial(self.parameters.tensor, kind="bias"), spec.value_heads
         if spec.by_channel:
             full, shape = self._name(decay), (count, spec.key_dim, spec.value_dim)
             rates = self.storage.tensor(full, shape, torch.float32, self.device)
             assert count == 1  # else the checkpoint's rows are no view
-            self._parameters.declare(full, rates[0].t(), "bias")
+            self.parameters.declare(full, rates[0].t(), "bias")
         else:
             rates = parameter(self._name(decay), decay_shape or (count,)).flatten()
         offsets = parameter(self._name(bias), (count * spec.decays,))
@@ -1270,7 +1028,7 @@ class Builder(LayerBuilder):
     def _matrix_sizes(self, names: tuple[str, ...]) -> list[int]:
         """Return the number of consecutive layers that each matrix holds."""
         if not self.storage.names:
-            return stored_alike([self._parameters.scheme(self._name(name)) for name in names])
+            return stored_alike([self.parameters.scheme(self._name(name)) for name in names])
         sizes: list[int] = []
         while (first := sum(sizes)) < len(names):
             ends = range(len(names), first, -1)

@@ -45,19 +45,21 @@ def load_model(
         ModelError: the checkpoint does not fit the spec, or cannot be quantised; or an adapter does
             not fit.
     """
-    checkpoint = builder.checkpoint
-    _check_predictor(spec, builder.storage.names if checkpoint is None else checkpoint.entries)
+    parameters = builder.parameters
+    checkpoint, slots = parameters.checkpoint, parameters.adapters
+    names = parameters.storage.names if checkpoint is None else checkpoint.entries
+    _check_predictor(spec, names)
     model = spec.family.network(spec, builder)
     layered = spec.pooling is not None and spec.pooling.layers
     pooled = builder.pooled(spec.pooling) if layered and spec.pooling is not None else None
-    if builder.adapters is not None:
-        builder.adapters.elsewhere = builder.declared.elsewhere
+    if slots is not None:
+        slots.elsewhere = builder.declared.elsewhere
         for slot, adapter in enumerate(adapters):
-            builder.adapters.load(slot, adapter)
-    if builder.checkpoint is None:
+            slots.load(slot, adapter)
+    if checkpoint is None:
         random_weights(builder.declared, seed)
     else:
-        load_weights(builder.declared, builder.checkpoint)
+        load_weights(builder.declared, checkpoint)
     return model, pooled
 
 

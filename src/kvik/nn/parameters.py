@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.ops import Ops
-from kvik.kernels.weights import Activation, Matrix, MatrixSpec, float_kind
+from kvik.kernels.weights import Activation, Matrix, MatrixSpec, float_kind, float_weight
 from kvik.nn.checkpoint import IN_RUNS, Checkpoint, Selection, layer_of
 from kvik.nn.formats.base import LinearShape, WeightFormat
 from kvik.nn.formats.registry import choose_format, has_scheme
 from kvik.nn.layers import Linear
 from kvik.nn.lora import AdapterSlots
 from kvik.nn.parts import (
+    FreshStorage,
     HeadRows,
     LayerFiller,
     Quantizer,
@@ -105,24 +106,42 @@ class Parameters:
         dtype: torch.dtype,
         device: torch.device,
         checkpoint: Checkpoint | None,
-        stored_quantization: StoredQuantization | None,
-        quantization: str,
-        storage: Storage,
-        adapters: AdapterSlots | None,
+        stored_quantization: StoredQuantization | None = None,
+        quantization: str = "none",
+        storage: Storage | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
-        """See `Builder`."""
+        """
+        Args:
+            checkpoint: source of the weights; None: random floats.
+            stored_quantization: how the checkpoint stores linear layers; None: as floats.
+            quantization: applied to linear layers while loading, as in `EngineConfig`.
+            storage: allocates the weights; None: new memory.
+            adapters: from which requests choose; None: there are none.
+        """
         self.ops, self.dtype, self.device = ops, dtype, device
         self.checkpoint = checkpoint
         self.stored_quantization = stored_quantization
         self.quantization = quantization
-        self.storage = storage
+        self.storage = storage or FreshStorage(ops)
         self.adapters = adapters
         self.declared = Declarations(device)
         self.stored: dict[str, dict[str, tuple[int, ...]]] = {}  # layer -> its tensors' shapes
         for name, entry in checkpoint.entries.items() if checkpoint else ():
             layer, last = layer_of(name)
             self.stored.setdefault(layer, {})[last] = entry.shape
-        self.stored |= {name: {} for name in storage.names}
+        self.stored |= {name: {} for name in self.storage.names}
+        self._identities: dict[int, Matrix] = {}  # by size, shared by layers
+
+    def identity(self, size: int) -> Matrix:
+        """Return an identity of the model's dtype."""
+        if size not in self._identities:
+            kind = float_kind(self.dtype)
+            spec = MatrixSpec(kind, size, size, False, None, self.dtype, self.device)
+            self._identities[size] = self.ops.matrix(spec)
+            values = torch.eye(size, dtype=self.dtype, device=self.device)
+            self.ops.pack_rows(self._identities[size], 0, float_weight(values))
+        return self._identities[size]
 
     def of_heads(self, layer: str, heads: int, inputs: int, outputs: int) -> Matrix:
         """Return memory for a matrix of each head, or group of heads."""

@@ -21,7 +21,7 @@ from kvik.kernels.weights import Matrix, Weight
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder
 from kvik.nn.kv_formats import allocate_kv, allocate_states
-from kvik.nn.parameters import DeclaredTensor
+from kvik.nn.parameters import DeclaredTensor, Parameters
 from kvik.spec.kv import KVGroup, group_layers
 from kvik.spec.network import ForwardContext, Network
 
@@ -190,15 +190,8 @@ def block_builder(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Builder:
-    return Builder(
-        ops,
-        backend,
-        _groups(spec, dtype),
-        dtype=dtype,
-        device=device,
-        max_model_len=tokens,
-        checkpoint=None,
-    )
+    parameters = Parameters(ops, dtype=dtype, device=device, checkpoint=None)
+    return Builder(parameters, backend, _groups(spec, dtype), max_model_len=tokens)
 
 
 def _groups(spec: ModelSpec, dtype: torch.dtype) -> tuple[KVGroup, ...]:

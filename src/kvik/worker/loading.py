@@ -27,6 +27,7 @@ from kvik.nn.kv_formats import KVCache, allocate_kv, allocate_states
 from kvik.nn.layers import PooledHead
 from kvik.nn.loader import load_model
 from kvik.nn.lora import AdapterSlots, merged
+from kvik.nn.parameters import Parameters
 from kvik.nn.parts import FreshStorage, Storage
 from kvik.spec.engine_folder import Manifest
 from kvik.spec.kv import KVGroup, group_layers
@@ -368,17 +369,15 @@ def make_builder(
     adapters: AdapterSlots | None = None,
 ) -> Builder:
     """Make a builder for a model on this platform; see `Builder`."""
-    return Builder(
+    parameters = Parameters(
         parts.ops,
-        parts.backend,
-        groups,
         dtype=parts.dtype,
         device=parts.device,
-        max_model_len=config.scheduler.max_model_len,
         checkpoint=checkpoint,
         stored_quantization=spec.quantization,
         quantization=quantization,
         storage=storage,
         adapters=adapters,
-        stage=stage,
     )
+    max_model_len = config.scheduler.max_model_len
+    return Builder(parameters, parts.backend, groups, max_model_len=max_model_len, stage=stage)

@@ -28,6 +28,7 @@ from kvik.models.draft_heads import EagleLayer, MedusaHeads
 from kvik.nn.builder import Builder
 from kvik.nn.checkpoint import SINGLE, WHOLE, FolderCheckpoint, open_checkpoint
 from kvik.nn.loader import load_weights
+from kvik.nn.parameters import Parameters
 from kvik.nn.safetensors import read_header
 from kvik.worker.draft_tree import MAX_NODES, DraftTree
 from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
@@ -256,16 +257,10 @@ def _open(
     folder: Path, kind: str, sizes: tuple[int, int], parts: PlatformParts
 ) -> tuple[HeadsSpec, Builder]:
     spec = heads_for(folder, kind, *sizes)
-    builder = Builder(
-        parts.ops,
-        parts.backend,
-        (),
-        dtype=parts.dtype,
-        device=parts.device,
-        max_model_len=1,  # heads have no positions
-        checkpoint=_checkpoint(folder),
+    parameters = Parameters(
+        parts.ops, dtype=parts.dtype, device=parts.device, checkpoint=_checkpoint(folder)
     )
-    return spec, builder
+    return spec, Builder(parameters, parts.backend, (), max_model_len=1)  # without positions
 
 
 def _checkpoint(folder: Path) -> FolderCheckpoint:
@@ -276,5 +271,5 @@ def _checkpoint(folder: Path) -> FolderCheckpoint:
 
 
 def _load(builder: Builder) -> None:
-    assert builder.checkpoint is not None
-    load_weights(builder.declared, builder.checkpoint)
+    assert builder.parameters.checkpoint is not None
+    load_weights(builder.declared, builder.parameters.checkpoint)
