@@ -16,8 +16,7 @@ from helpers.planned import planned
 from safetensors.torch import save_file
 
 from kvik.config.config import EngineConfig, ResolvedConfig
-from kvik.config.draft_heads import EAGLE, MEDUSA, HeadsSpec
-from kvik.config.memory import HeadsFootprint
+from kvik.config.draft_heads import EAGLE, MEDUSA, HeadsFootprint, HeadsSpec
 from kvik.launch import resolve_config
 from kvik.models.model_spec import ModelSpec
 from kvik.planner.families import public_configs

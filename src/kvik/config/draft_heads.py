@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvik.config.graph_sizes import graph_bytes
 from kvik.config.model_source import CONFIG
 from kvik.errors import ConfigError, ModelError, shown
 from kvik.models.eagle3 import NORMED, PLAIN
@@ -14,6 +15,7 @@ from kvik.models.gemma4 import ASSISTANT
 from kvik.models.model_spec import TEXT, ModelSpec
 from kvik.spec.fields import MAX_VOCAB, MAX_WIDTH, Fields, read_json
 from kvik.spec.layers import LayerSpec
+from kvik.spec.model import DTYPE_BYTES, LOGIT_BYTES
 
 MEDUSA, EAGLE = KINDS = ("medusa", "eagle")
 MIN_TAPPED = 7  # layers of a model with an EAGLE-3 head
@@ -21,6 +23,9 @@ TAPPED = "eagle_aux_hidden_state_layer_ids"
 GEMMA4, ASSISTANTS = "Gemma4", "AssistantForCausalLM"  # in names of architectures
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of the model
 MAX_DEPTH, MAX_LAYERS, MAX_RANKS = 16, 8, 64
+# Bytes of a logit while the most likely tokens are found (a value and an index), and rows at a
+# time.
+RANKED_BYTES, RANKED_ROWS = 16, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,45 @@ class HeadsSpec:
         else:
             values |= {"num_steps": self.depth, "intermediate_size": self.inner_size}
         return values | {"accuracies": [list(ranks) for ranks in self.accuracies]}
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsFootprint:
+    """Bytes of draft heads, which are never quantised and run through Python."""
+
+    spec: HeadsSpec
+    dtype: str
+    drafts: int  # maximum number of drafts of a request in one step
+
+    @property
+    def weights(self) -> int:
+        spec, hidden = self.spec, self.spec.hidden_size
+        if spec.kind == MEDUSA:
+            per_head = spec.layers * (hidden * hidden + hidden)
+            per_head += hidden * spec.vocab_size if spec.own_logits else 0
+            return spec.depth * per_head * DTYPE_BYTES[self.dtype]
+        joined = 2 * hidden * hidden + hidden
+        return (joined + hidden + 3 * hidden * spec.inner_size) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def graph(self) -> int:
+        """Bytes of a captured forward: up to two layers for each depth of drafts."""
+        return graph_bytes(2 * self.spec.depth)
+
+    def step(self, rows: int) -> int:
+        """Peak of drafting for `rows` requests together."""
+        spec, hidden, item = self.spec, self.spec.hidden_size, DTYPE_BYTES[self.dtype]
+        if spec.kind == MEDUSA:
+            guesses = rows * spec.depth
+            widths = 5 * hidden  # before, inside and after a block, and concatenated
+            copies = 2 if spec.own_logits else 1  # copies of logits: of each head, and concatenated
+        else:
+            # At most half of the nodes of a tree have children, unless it is a chain.
+            guesses = rows * max(1, self.drafts // 2)
+            widths = 7 * hidden + 3 * spec.inner_size
+            copies = 1
+        logits = copies * guesses * LOGIT_BYTES + min(guesses, RANKED_ROWS) * RANKED_BYTES
+        return rows * hidden * item + guesses * widths * item + logits * spec.vocab_size
 
 
 def read_heads_spec(folder: Path, kind: str) -> HeadsSpec:

@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from kvik.config.adapter_memory import AdaptersFootprint
 from kvik.config.compute import LANES, MAX_HEAD_DIM, TRANSFORMERS, Compute, check_draft
 from kvik.config.config import ASKED, EngineConfig, Notes, batch_size, requested_speculation
+from kvik.config.draft_heads import HeadsFootprint
 from kvik.config.hardware import Hardware
 from kvik.config.memory import (
     CUDA_BUILD_BYTES,
@@ -15,9 +17,7 @@ from kvik.config.memory import (
     THREAD_BYTES,
     TRANSFORMERS_BYTES,
     TRITON_BACKENDS,
-    AdaptersFootprint,
     Footprint,
-    HeadsFootprint,
     Limit,
     StepSize,
 )

@@ -13,11 +13,12 @@ holds no tokens; `tests/test_memory_plan.py` measures both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from kvik.config.draft_heads import MEDUSA, HeadsSpec
+from kvik.config.adapter_memory import AdaptersFootprint
+from kvik.config.draft_heads import HeadsFootprint
 from kvik.config.graph_sizes import (
     POOL_BYTES,
     GraphSize,
@@ -31,9 +32,7 @@ from kvik.config.graph_sizes import (
 from kvik.config.units import MIB
 from kvik.core.config import RESERVED_BLOCKS
 from kvik.models.model_spec import ModelSpec
-from kvik.spec.adapters import in_block, is_stack
 from kvik.spec.declare import RELU2, XIELU
-from kvik.spec.declared import DeclaredLinear, Role
 from kvik.spec.kv import (
     AUTO,
     COPIED,
@@ -45,10 +44,9 @@ from kvik.spec.kv import (
     group_layers,
     stored_as,
 )
-from kvik.spec.model import DTYPE_BYTES, LinearLayers
+from kvik.spec.model import DTYPE_BYTES, LOGIT_BYTES, LinearLayers
 from kvik.spec.shares import TILE, PipelineStage, cut_groups, stage_groups
 
-LOGIT_BYTES = 4  # bytes of a logit, for models of any dtype
 # Limit of the memory that sampling takes in addition to the logits; a batch that needs more is
 # sampled in parts. On a GPU each part costs about fifty launches, so the parts are larger.
 SAMPLER_BYTES: Mapping[str, int] = {"cpu": 48 * MIB, "cuda": 512 * MIB}
@@ -106,146 +104,6 @@ class StepSize:
         rows = max(1, min(self.max_num_seqs, self.max_draft_rows))
         tokens = max(rows, min(CATCH_UP_TOKENS, self.max_num_batched_tokens))
         return StepSize(self.max_model_len, rows, tokens)
-
-
-# Bytes of a logit while the most likely tokens are found (a value and an index), and rows at a
-# time.
-RANKED_BYTES, RANKED_ROWS = 16, 16
-
-
-@dataclass(frozen=True, slots=True)
-class HeadsFootprint:
-    """Bytes of draft heads, which are never quantised and run through Python."""
-
-    spec: HeadsSpec
-    dtype: str
-    drafts: int  # maximum number of drafts of a request in one step
-
-    @property
-    def weights(self) -> int:
-        spec, hidden = self.spec, self.spec.hidden_size
-        if spec.kind == MEDUSA:
-            per_head = spec.layers * (hidden * hidden + hidden)
-            per_head += hidden * spec.vocab_size if spec.own_logits else 0
-            return spec.depth * per_head * DTYPE_BYTES[self.dtype]
-        joined = 2 * hidden * hidden + hidden
-        return (joined + hidden + 3 * hidden * spec.inner_size) * DTYPE_BYTES[self.dtype]
-
-    @property
-    def graph(self) -> int:
-        """Bytes of a captured forward: up to two layers for each depth of drafts."""
-        return graph_bytes(2 * self.spec.depth)
-
-    def step(self, rows: int) -> int:
-        """Peak of drafting for `rows` requests together."""
-        spec, hidden, item = self.spec, self.spec.hidden_size, DTYPE_BYTES[self.dtype]
-        if spec.kind == MEDUSA:
-            guesses = rows * spec.depth
-            widths = 5 * hidden  # before, inside and after a block, and concatenated
-            copies = 2 if spec.own_logits else 1  # copies of logits: of each head, and concatenated
-        else:
-            # At most half of the nodes of a tree have children, unless it is a chain.
-            guesses = rows * max(1, self.drafts // 2)
-            widths = 7 * hidden + 3 * spec.inner_size
-            copies = 1
-        logits = copies * guesses * LOGIT_BYTES + min(guesses, RANKED_ROWS) * RANKED_BYTES
-        return rows * hidden * item + guesses * widths * item + logits * spec.vocab_size
-
-
-AdapterSizes = Mapping[str, tuple[int, int, int]]  # see `Adapter.sizes`
-NO_SIZE = (0, 0, 0)
-
-
-def _padded(rank: int, linear: DeclaredLinear) -> int:
-    """Return the numbers of A and B of a layer. Kernels pad both sides of a matrix."""
-    return -(-rank // TILE) * TILE * (linear.inputs + sum(linear.outputs))
-
-
-def _rank_of_experts(adapter: AdapterSizes, linears: Sequence[DeclaredLinear]) -> int:
-    """Return the largest rank of what an adapter adds to a matrix of each expert of a layer.
-
-    Args:
-        linears: the layers that form this matrix, of each expert.
-    """
-    apart = (
-        sum(adapter.get(in_block(name), NO_SIZE)[0] for name in linear.names) for linear in linears
-    )
-    sizes = {linears[0].inputs, sum(linears[0].outputs)}
-    stacked = (
-        ranks // len(linears)
-        for name, (ranks, *both) in adapter.items()
-        if {*both} == sizes and is_stack(name, linears[0].names[0])
-    )
-    return max(*apart, max(stacked, default=0))
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptersFootprint:
-    """Sizes of the adapters from which requests choose."""
-
-    weights: int  # bytes of all slots and of loading one adapter, in each process
-    # Width of the widest layer that one changes. Its outputs exist before and after the change, and
-    # the activation is not fused.
-    outputs: int
-    rank: int  # the largest rank of a matrix
-    slots: int  # number of adapters
-    # Of each layer, by its name from its block on; of the first expert's, the largest of all
-    # experts.
-    ranks: dict[str, int]
-    experts: int  # the largest number of experts of a layer that one changes; 0: none does
-
-    @staticmethod
-    def of(
-        spec: ModelSpec, slots: int, files: Sequence[AdapterSizes], min_rank: int, dtype: str
-    ) -> AdaptersFootprint:
-        """Return the sizes of adapters of a model.
-
-        Args:
-            files: see `Adapter.sizes`.
-            min_rank: rank for which each layer has room, except those of experts.
-        """
-        weights = outputs = largest_rank = largest = experts = 0
-        ranks: dict[str, int] = {}
-        if spec.predictor is not None:
-            spec = replace(spec, predictor=None)  # drafts come from the plain model
-        routed: dict[tuple[int | None, Role], list[DeclaredLinear]] = {}
-        squares = set[int]()
-        for linear in spec.declaration.linears:
-            if linear.router is not None:
-                routed.setdefault((linear.layer, linear.role), []).append(linear)
-            if not linear.adaptable:
-                continue
-            names = [in_block(name) for name in linear.names]
-            each = [max((min_rank, *(of.get(name, NO_SIZE)[0] for of in files))) for name in names]
-            if rank := sum(each):
-                ranks |= zip(names, each, strict=True)
-                numbers = _padded(rank, linear)
-                weights += slots * numbers * DTYPE_BYTES[dtype]
-                largest = max(largest, numbers)
-                width = sum(linear.outputs)
-                outputs, largest_rank = max(outputs, width), max(largest_rank, rank)
-        for linears in routed.values():
-            first, count = linears[0], len(linears)
-            if rank := max((_rank_of_experts(of, linears) for of in files), default=0):
-                ranks[in_block(first.names[0])] = rank
-                assert first.router is not None
-                width, active = sum(first.outputs), first.router.active
-                numbers = _padded(rank, first)
-                weights += slots * count * numbers * DTYPE_BYTES[dtype]
-                largest, largest_rank = max(largest, numbers), max(largest_rank, rank * active)
-                # Rows of pairs of tokens and experts: inputs, outputs, and their sums in fp32.
-                outputs = max(outputs, active * 4 * (first.inputs + width))
-                experts = max(experts, count)
-                squares |= {width, first.inputs}
-        # `nn.layers.AdaptedExperts` has identities of these sizes, or fewer.
-        weights += sum(size * size for size in squares) * DTYPE_BYTES[dtype]
-        # Loading one makes the matrices of a layer in fp32, from others in fp32 at most.
-        weights += 8 * largest
-        return AdaptersFootprint(weights, outputs, largest_rank, slots, ranks, experts)
-
-    def step(self, tokens: int, item: int) -> int:
-        """Bytes of a step in addition to those of the model without adapters."""
-        return tokens * ((2 * self.outputs + self.rank) * item + EXPERT_ROW_BYTES)
 
 
 # Interpreter, torch, kvik and the pages of libraries that loading and a step touch: 250 to 275 MiB
@@ -493,7 +351,8 @@ class Footprint:
         peak = self._tape(size) if self._taped else self._eager(size)
         peak += self._choosing(size) + self._indexing(size) + self._compressing(size)
         if self.adapters is not None:
-            peak += self.adapters.step(size.max_num_batched_tokens, self._item)
+            lists = size.max_num_batched_tokens * EXPERT_ROW_BYTES  # of rows by adapter
+            peak += self.adapters.step(size.max_num_batched_tokens, self._item) + lists
         if self.stage_ends and not self._taped:  # what a stage gets from the one before
             width = self.spec.residual_width + self.taps * self.spec.hidden_size
             peak += size.max_num_batched_tokens * width * self._item

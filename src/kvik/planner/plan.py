@@ -12,6 +12,7 @@ from kvik.config.config import EngineConfig, Notes
 from kvik.config.draft_heads import (
     KINDS,
     MEDUSA,
+    HeadsFootprint,
     assistant_facts,
     eagle3_facts,
     heads_for,
@@ -19,7 +20,7 @@ from kvik.config.draft_heads import (
     is_eagle3,
 )
 from kvik.config.hardware import Hardware, detect, find_gpus
-from kvik.config.memory import HeadsFootprint, Limit
+from kvik.config.memory import Limit
 from kvik.config.model_source import CONFIG
 from kvik.config.speculative import DIVIDED_METHODS, MTP, NO_SOURCE, OWN_HEAD, DraftSource
 from kvik.errors import ConfigError, ModelError

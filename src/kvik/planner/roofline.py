@@ -35,6 +35,7 @@ from kvik.planner.parallel import (
 )
 from kvik.planner.search import smallest
 from kvik.planner.shape import MatrixGroup, ModelShape, read_keys
+from kvik.spec.model import LOGIT_BYTES
 from kvik.spec.weight_kind import WeightKind
 
 # Costs of one matrix, of attention and of the other kernels, from a calibration. Without one they
@@ -134,7 +135,6 @@ def small_seconds(
 
 
 MAX_ROWS = 1 << 20  # end of the search for a compute-bound batch
-LOGIT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)

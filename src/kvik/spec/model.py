@@ -19,6 +19,7 @@ from kvik.spec.stored_weights import StoredQuantization, StoredScheme
 from kvik.spec.visible_keys import Window
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+LOGIT_BYTES = 4  # bytes of a logit, for models of any dtype
 COUNTED_WIDTH = 16  # of a head in a cache that only counts tokens; the least of all kernels
 SHORT_DTYPES: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
