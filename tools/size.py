@@ -15,10 +15,10 @@ SOURCES = Path(__file__).parents[1] / "src"
 # Lines of Python with comments and docstrings, of 2026-11-30. "": files outside folders.
 BUDGETS = {
     "attention": 2710,
-    "cli": 5240,
-    "config": 5570,
+    "cli": 5260,
+    "config": 5640,
     "core": 6520,
-    "engine": 5450,
+    "engine": 5590,
     "evaluate": 750,
     "gguf": 2630,
     "kernels": 11980,
@@ -28,12 +28,12 @@ BUDGETS = {
     "nn": 7480,
     "planner": 5910,
     "quantize": 3270,
-    "server": 12200,
+    "server": 12460,
     "spec": 5500,
-    "text": 4260,
+    "text": 4410,
     "training": 640,
     "worker": 13010,
-    "": 4880,
+    "": 4960,
 }
 
 
