@@ -101,6 +101,10 @@ async def test_tasks_get_what_llm_gives(place, monkeypatch):
         assert (await engine.embed("A fox")).embedding == pytest.approx(vector)
         assert (await engine.generate(GAP, GREEDY).result()).text == filled.text
         await at_rest(engine)
+        await engine.sleep()
+        outputs = await asyncio.gather(*(engine.generate(p, GREEDY).result() for p in PROMPTS))
+        assert [output.text for output in outputs] == [one.text for one in expected]
+        await at_rest(engine)
 
 
 async def test_a_stream_has_its_deltas_and_then_its_output():
