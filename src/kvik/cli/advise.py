@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_model(parser, "a folder, hub id or config.json")
 
-    add_option_flags(parser, "the question", Goal, left_out=("model",), defaults=True)
+    add_option_flags(parser, "the question", Goal, left_out=("model",))
     parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
     return parser
 

@@ -89,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
         "-o", "--output", type=Path, required=True, metavar="FOLDER", help="folder to write"
     )
     add_force_flag(parser)
-    add_option_flags(parser, "the heads and their training", HeadsOptions, defaults=True)
+    add_option_flags(parser, "the heads and their training", HeadsOptions)
     parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
     add_engine_flags(parser, READING)
     return parser

@@ -151,7 +151,6 @@ COMPASS_VISION = replace(
     COMPASS,
     name="CohereCompassForConditionalGeneration",
     model_type="cohere_compass",
-    make=partial(Decoder, make_layer=cohere_layer, make_norm=norm_without_bias),
     tied=False,
 )
 

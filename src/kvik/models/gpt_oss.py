@@ -14,12 +14,7 @@ from kvik.spec.layers import LayerSpec, mixed_layers
 from kvik.spec.model import ModelFacts
 from kvik.spec.network import FeedForward
 
-NAMES = ExpertNames(
-    router="router",
-    gate_up=("experts.{}.gate_up_proj",),
-    down="experts.{}.down_proj",
-    mixed=True,
-)
+NAMES = ExpertNames(router="router", gate_up=("experts.{}.gate_up_proj",), mixed=True)
 SEPARATE_NAMES = ExpertNames(router="router")
 # The only supported constants of the experts' activation, "clamped_swiglu".
 SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}

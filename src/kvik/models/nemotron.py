@@ -25,9 +25,17 @@ ACTIVATIONS = ("relu2",)
 
 
 squared_relu = partial(plain_mlp, up="up_proj", down="down_proj")
+_squared = partial(
+    Architecture,
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    mlp_bias="mlp_bias",
+    activations=ACTIVATIONS,
+    gated_mlp=False,
+)
 
 
-NEMOTRON = Architecture(
+NEMOTRON = _squared(
     "NemotronForCausalLM",
     "nemotron",
     "Nemotron-4 and Minitron",
@@ -37,43 +45,28 @@ NEMOTRON = Architecture(
         make_norm=norm_from_one,
     ),
     layers=partial(rotary_layers, fraction=0.5),
-    qkv_bias="attention_bias",
-    o_bias="attention_bias",
-    mlp_bias="mlp_bias",
-    activations=ACTIVATIONS,
     rms_norm=False,
-    gated_mlp=False,
     eos_token_ids=(3,),
     keys={"rms_norm_eps": "norm_eps"},
     gguf="nemotron",
 )
 # Jais 2 (Inception 2025): with biases, and all of a head rotated.
-JAIS2 = Architecture(
+JAIS2 = _squared(
     "Jais2ForCausalLM",
     "jais2",
     "Jais 2",
     partial(Decoder, make_layer=partial(PreNormLayer, feed=squared_relu)),
-    qkv_bias="attention_bias",
-    o_bias="attention_bias",
-    mlp_bias="mlp_bias",
-    activations=ACTIVATIONS,
     rms_norm=False,
-    gated_mlp=False,
     eos_token_ids=(150_024,),
     keys={"rms_norm_eps": "layer_norm_eps"},
     defaults={"attention_bias": True, "mlp_bias": True},
     gguf="jais2",
 )
-ARCEE = Architecture(
+ARCEE = _squared(
     "ArceeForCausalLM",
     "arcee",
     "AFM of Arcee",
     partial(Decoder, make_layer=partial(PreNormLayer, feed=squared_relu)),
-    qkv_bias="attention_bias",
-    o_bias="attention_bias",
-    mlp_bias="mlp_bias",
-    activations=ACTIVATIONS,
-    gated_mlp=False,
     defaults={"rms_norm_eps": 1e-5},
     eos_token_ids=(128_001,),
     gguf="arcee",
