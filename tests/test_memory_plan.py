@@ -28,13 +28,8 @@ from kvik.attention.sdpa import MAX_KEYS
 from kvik.build import build_engine
 from kvik.config.config import EngineConfig
 from kvik.config.hardware import detect
-from kvik.config.memory import (
-    GATHERED_KEYS,
-    LOADING_BYTES,
-    PROMPT_PADDING,
-    QUANTIZED_SCRATCH_BYTES,
-    TRANSPOSED_LOADING_BYTES,
-)
+from kvik.config.memory import LOADING_BYTES, QUANTIZED_SCRATCH_BYTES, TRANSPOSED_LOADING_BYTES
+from kvik.config.step_memory import GATHERED_KEYS, PROMPT_PADDING
 from kvik.config.units import GIB, MIB
 from kvik.kernels.fp8 import PIECE
 from kvik.models.model_spec import ModelSpec

@@ -16,7 +16,7 @@ SOURCES = Path(__file__).parents[1] / "src"
 BUDGETS = {
     "attention": 2710,
     "cli": 5260,
-    "config": 5640,
+    "config": 5660,
     "core": 6520,
     "engine": 5590,
     "evaluate": 750,
@@ -24,7 +24,7 @@ BUDGETS = {
     "kernels": 11980,
     "kvik_bench": 9790,
     "lang": 660,
-    "models": 10080,
+    "models": 10070,
     "nn": 7480,
     "planner": 5910,
     "quantize": 3270,

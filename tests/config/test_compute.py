@@ -11,9 +11,10 @@ from helpers.planned import decision
 from kvik.config.compute import choose_attention, choose_kernels, settled, torch_prompts
 from kvik.config.config import EngineConfig, Notes, ResolvedConfig
 from kvik.config.hardware import NATIVE_ISAS, Gpu, Hardware
-from kvik.config.memory import TRITON_WIDENED, Footprint, StepSize
+from kvik.config.memory import TRITON_WIDENED, Footprint
 from kvik.config.model_source import find_model
 from kvik.config.resolve import resolve
+from kvik.config.step_memory import StepSize
 from kvik.errors import ConfigError
 from kvik.models.model_spec import ModelSpec, read_model_spec
 from kvik.spec.engine_folder import Built
@@ -225,7 +226,9 @@ def test_memory_of_attention_in_place_does_not_depend_on_the_context() -> None:
 
     def activations(backend: str, max_model_len: int) -> int:
         size = StepSize(max_model_len, max_num_seqs=8, max_num_batched_tokens=512)
-        footprint = Footprint(MODEL, "bfloat16", "none", "cuda", backend, 16, 0, kernels="triton")
+        footprint = Footprint(
+            MODEL, "bfloat16", "none", "cuda", backend, 16, runtime=0, kernels="triton"
+        )
         return footprint.activations(size)
 
     assert activations("triton", 1 << 17) == activations("triton", 1 << 10)
@@ -236,7 +239,9 @@ def test_memory_for_widened_weights_is_in_the_plan() -> None:
     size = StepSize(1 << 10, max_num_seqs=8, max_num_batched_tokens=512)
 
     def overhead(quantization: str, kernels: str) -> int:
-        plan = Footprint(MODEL, "bfloat16", quantization, "cuda", "sdpa", 16, 0, kernels=kernels)
+        plan = Footprint(
+            MODEL, "bfloat16", quantization, "cuda", "sdpa", 16, runtime=0, kernels=kernels
+        )
         return plan.overhead(size)
 
     assert overhead("int4", "triton") == overhead("int4", "torch") + TRITON_WIDENED
@@ -251,7 +256,9 @@ def test_quantised_products_of_triton_make_no_copies_in_fp32(quantization: str) 
     least = size.max_num_batched_tokens * 3 * (spec.inner_width + spec.hidden_size) * 2
 
     def activations(kernels: str) -> int:
-        plan = Footprint(spec, "bfloat16", quantization, "cuda", "triton", 16, 0, kernels=kernels)
+        plan = Footprint(
+            spec, "bfloat16", quantization, "cuda", "triton", 16, runtime=0, kernels=kernels
+        )
         return plan.activations(size)
 
     assert least <= activations("triton") <= 1.6 * least < activations("torch") / 2

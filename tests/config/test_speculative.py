@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvik.config.config import EngineConfig, Notes, requested_speculation
 from kvik.config.fit import choose_speculation, with_draft_rows
-from kvik.config.memory import StepSize
 from kvik.config.speculative import METHODS, MODEL_METHODS, DraftSource, SpeculativeConfig
+from kvik.config.step_memory import StepSize
 from kvik.errors import ConfigError
 
 NO_SOURCE = DraftSource()

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvik import launch
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.hardware import Gpu, Hardware
-from kvik.config.memory import PROMPT_ROWS
+from kvik.config.step_memory import PROMPT_ROWS
 from kvik.core.plan import SchedulerOutput
 from kvik.errors import ConfigError
 from kvik.evaluate.windows import (

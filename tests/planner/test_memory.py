@@ -16,9 +16,10 @@ from kvik.build import build_engine
 from kvik.config.config import EngineConfig
 from kvik.config.draft_heads import HeadsSpec, heads_for, shipped_heads
 from kvik.config.hardware import Gpu, Hardware
-from kvik.config.memory import RANK_BYTES, MemoryPlan, StepSize
+from kvik.config.memory import RANK_BYTES, MemoryPlan
 from kvik.config.model_source import BUNDLED
 from kvik.config.speculative import OWN_HEAD, DraftSource
+from kvik.config.step_memory import StepSize
 from kvik.config.units import GIB
 from kvik.errors import ConfigError
 from kvik.models.model_spec import read_model_spec

@@ -27,8 +27,8 @@ from kvik.config.memory import (
     QUANTIZED_SCRATCH_BYTES,
     TRANSPOSED_LOADING_BYTES,
     Footprint,
-    StepSize,
 )
+from kvik.config.step_memory import StepSize
 from kvik.errors import ModelError
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.stored_weights import StoredScheme, stored_alike
@@ -502,7 +502,8 @@ def test_the_plan_reserves_memory_to_load_whole_tensors() -> None:
     spec = ModelSpec.from_config(LLAMA)
     stored = ModelSpec.from_config(LLAMA | {"quantization_config": config})
     plain, quantised = (
-        Footprint(model, "bfloat16", "none", "cpu", "sdpa", 16, 0) for model in (spec, stored)
+        Footprint(model, "bfloat16", "none", "cpu", "sdpa", 16, runtime=0)
+        for model in (spec, stored)
     )
     more = quantised.overhead(step) - plain.overhead(step)
     assert more == QUANTIZED_SCRATCH_BYTES + 2 * 128 * 2 * 256
@@ -526,7 +527,7 @@ def test_the_plan_reserves_memory_to_load_transposed_matrices(
     step = StepSize(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64)
     spec = ModelSpec.from_config(config)
     assert spec.transposed_numbers == numbers
-    footprint = Footprint(spec, "bfloat16", "none", "cpu", "sdpa", 16, 0)
+    footprint = Footprint(spec, "bfloat16", "none", "cpu", "sdpa", 16, runtime=0)
     mapped = replace(footprint, mapped=footprint.weights)  # nothing is loaded
     loading = LOADING_BYTES + 8 * numbers
     loading += TRANSPOSED_LOADING_BYTES if spec.experts_of_token else 0

@@ -9,8 +9,9 @@ from typing import Any
 
 from kvik.config.config import ASKED, EngineConfig, Notes, requested_speculation
 from kvik.config.hardware import Gpu, Hardware
-from kvik.config.memory import PROMPT_PADDING, TRITON_SDPA, Limit
+from kvik.config.memory import Limit
 from kvik.config.speculative import TREE_METHODS
+from kvik.config.step_memory import PROMPT_PADDING, TRITON_SDPA
 from kvik.config.units import show_bytes
 from kvik.errors import ConfigError
 from kvik.models.model_spec import ModelSpec

@@ -16,10 +16,8 @@ from kvik.config.memory import (
     RUNTIME_BYTES,
     THREAD_BYTES,
     TRANSFORMERS_BYTES,
-    TRITON_BACKENDS,
     Footprint,
     Limit,
-    StepSize,
 )
 from kvik.config.speculative import (
     CACHING_METHODS,
@@ -31,6 +29,7 @@ from kvik.config.speculative import (
     SpeculativeConfig,
     Typical,
 )
+from kvik.config.step_memory import TRITON_BACKENDS, StepSize
 from kvik.config.units import GIB, show_bytes
 from kvik.errors import CapacityError, ConfigError
 from kvik.models.model_spec import ModelSpec
@@ -431,11 +430,11 @@ def footprint_of(
         compute.kind,
         compute.attention,
         config.block_size,
-        runtime,
         config.kv_cache_dtype,
         config.kv_cache_dtype_skip_layers,
         compute.kernels,
         mapped=mapped,
+        runtime=runtime,
         graph_memory=config.graph_memory,
         checkpoints=config.enable_prefix_caching,
         ranks=config.tensor_parallel_size,

@@ -34,7 +34,7 @@ from kvik.config.fit import (
 )
 from kvik.config.hardware import Hardware
 from kvik.config.kv_budget import KVBudgets, check_model
-from kvik.config.memory import Footprint, Limit, StepSize
+from kvik.config.memory import Footprint, Limit
 from kvik.config.parallel import (
     check_group,
     check_replicas,
@@ -58,6 +58,7 @@ from kvik.config.speculative import (
     ResolvedSpeculation,
     SpeculativeConfig,
 )
+from kvik.config.step_memory import StepSize
 from kvik.config.units import show_bytes
 from kvik.core.config import CacheConfig, SchedulerConfig, TierSizes
 from kvik.errors import CapacityError, ConfigError

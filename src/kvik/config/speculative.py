@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvik.config.draft_heads import HeadsSpec
-from kvik.config.memory import StepSize
+from kvik.config.step_memory import StepSize
 from kvik.errors import ConfigError, shown
 from kvik.models.gemma4 import ASSISTANT
 from kvik.models.model_spec import ModelSpec

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvik.config.config import EngineConfig, ResolvedConfig
-from kvik.config.memory import PROMPT_ROWS
+from kvik.config.step_memory import PROMPT_ROWS
 from kvik.config.units import show_bytes
 from kvik.core.plan import NewRequest, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams

@@ -15,7 +15,7 @@ from kvik.config.compute import Compute, computing_in
 from kvik.config.config import EngineConfig, Notes, requested_speculation
 from kvik.config.fit import Fit, footprint_of, with_drafter
 from kvik.config.hardware import Gpu, Hardware
-from kvik.config.memory import RANK_BYTES, Limit, MemoryPlan, StepSize
+from kvik.config.memory import RANK_BYTES, Limit, MemoryPlan
 from kvik.config.parallel import (
     check_group,
     experts_of_layers,
@@ -25,6 +25,7 @@ from kvik.config.parallel import (
 )
 from kvik.config.resolve import as_drafting
 from kvik.config.speculative import MTP, OWN_HEAD
+from kvik.config.step_memory import StepSize
 from kvik.core.config import RESERVED_BLOCKS, CacheConfig
 from kvik.errors import ConfigError
 from kvik.models.model_spec import ModelSpec

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvik.config.config import EngineConfig
 from kvik.config.draft_heads import EAGLE, KINDS, MEDUSA, HeadsSpec, read_heads_spec
-from kvik.config.memory import PROMPT_ROWS
+from kvik.config.step_memory import PROMPT_ROWS
 from kvik.errors import ConfigError, ModelError
 from kvik.evaluate.windows import (
     Reader,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.config.memory import SAMPLER_BYTES
+from kvik.config.step_memory import SAMPLER_BYTES
 from kvik.core.plan import NewRequest
 from kvik.core.types import TokenLogprobs
 from kvik.errors import describe

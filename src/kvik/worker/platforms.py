@@ -21,7 +21,7 @@ from kvik.attention.base import AttentionBackend
 from kvik.attention.select import select as select_backend
 from kvik.config.compute import TRANSFORMERS
 from kvik.config.config import ResolvedConfig
-from kvik.config.memory import DRAW_BYTES
+from kvik.config.step_memory import DRAW_BYTES
 from kvik.errors import ConfigError
 from kvik.kernels.ops import Ops
 from kvik.kernels.packing import PLAIN, Packing

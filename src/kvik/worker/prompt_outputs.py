@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvik.config.memory import POOLED_ROWS, PROMPT_COPIED_ROWS, PROMPT_ROWS
+from kvik.config.memory import POOLED_ROWS
+from kvik.config.step_memory import PROMPT_COPIED_ROWS, PROMPT_ROWS
 from kvik.core.plan import NewRequest
 from kvik.core.types import SCORE, TokenLogprobs
 from kvik.errors import describe

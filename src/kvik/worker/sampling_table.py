@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvik.config.memory import DRAW_BYTES, RULES_BYTES
+from kvik.config.step_memory import DRAW_BYTES, RULES_BYTES
 from kvik.core.sampling_params import PARAMETERS, TRUNCATIONS, SamplingParams
 from kvik.core.structured import Grammars, TextMatcher
 from kvik.kernels.ops import Draws, Masks, Penalties, Truncation

@@ -15,8 +15,8 @@ from functools import partial
 from kvik.cli.flags import Parser, add_model, add_option_flags, given_options
 from kvik.cli.terminal import say, say_report, share_bar
 from kvik.config.config import EngineConfig, Notes, Tiers, check_config, read_tiers
-from kvik.config.memory import StepSize
 from kvik.config.resolve import tier_sizes
+from kvik.config.step_memory import StepSize
 from kvik.config.units import columns, count, seconds
 from kvik.errors import ConfigError
 from kvik.options import Integer, Number, normalised, option, options_of

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from helpers.optional_triton import device
 
-from kvik.config.memory import TRITON_WORKSPACE
+from kvik.config.step_memory import TRITON_WORKSPACE
 from kvik.kernels.triton.attention_paged import PagedStep, SequenceRun, runs_of
 from kvik.kernels.triton.attention_shapes import (
     TALLEST,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kvik.config.config import ResolvedConfig
-from kvik.config.memory import SAMPLER_BYTES
 from kvik.config.speculative import EAGLE3, FORCED, MTP, ResolvedSpeculation
+from kvik.config.step_memory import SAMPLER_BYTES
 from kvik.kernels.ops import Ops
 from kvik.models.gemma4 import ASSISTANT
 from kvik.models.model_spec import ModelSpec
