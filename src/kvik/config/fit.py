@@ -411,7 +411,7 @@ def footprint_of(
     model: ModelSpec,
     hardware: Hardware,
     compute: Compute,
-    mapped: int | None = None,
+    mapped: int | None,
 ) -> Footprint:
     """Return the engine's memory without drafters.
 

@@ -460,7 +460,7 @@ def as_budgeted(spec: ModelSpec, budgets: KVBudgets | None, notes: Notes) -> Mod
 
 
 def check_tiers(
-    config: EngineConfig, spec: ModelSpec, compute: Compute, *, moves: bool = False
+    config: EngineConfig, spec: ModelSpec, compute: Compute, *, moves: bool
 ) -> TierOptions | None:
     """Return the tiers of an engine; raise ConfigError if it does not support them."""
     if config.kv_tiers is None and config.role == "both":
@@ -532,7 +532,7 @@ def tier_sizes(
     block_size: int,
     notes: Notes,
     *,
-    state_bytes: int = 0,
+    state_bytes: int,
 ) -> TierSizes | None:
     """Return the sizes of the tiers in pages.
 

@@ -388,7 +388,7 @@ class EngineHost:
             return frame(stepped(plans, waits, last))
 
 
-def host_engine(load: Callable[[], EngineLoop], line: HostSocket, *, reports: bool = False) -> bool:
+def host_engine(load: Callable[[], EngineLoop], line: HostSocket, *, reports: bool) -> bool:
     """Load an engine and serve the client at the other end of a socket until the client closes it.
 
     Args:

@@ -171,7 +171,7 @@ class RequestOutput:
 
 
 def embedding_output(
-    output: RequestOutput, *, normalize: bool, dimensions: int | None = None
+    output: RequestOutput, *, normalize: bool, dimensions: int | None
 ) -> EmbeddingOutput:
     """Return the vector of a request, cut to some dimensions and then scaled to length 1 if wanted.
 

@@ -22,7 +22,7 @@ TEMPERATURE = "attention.temperature_scale"  # scale of queries, by their positi
 
 
 def rope_scaling(
-    metadata: Metadata, architecture: str, context: int, log_scale: float = 0.0
+    metadata: Metadata, architecture: str, context: int, log_scale: float
 ) -> Mapping[str, object] | None:
     """Return `rope_scaling` of config.json from the metadata; None: positions are not scaled.
 

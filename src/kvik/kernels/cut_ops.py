@@ -79,9 +79,7 @@ def cuts_inputs(kind: WeightKind, inputs: int, runs: Runs) -> bool:
 class DividedMatrices:
     """Matrices divided among the processes."""
 
-    def __init__(
-        self, ops: Ops, group: TorchGroup, *, fast: bool, whole_experts: bool = False
-    ) -> None:
+    def __init__(self, ops: Ops, group: TorchGroup, *, fast: bool, whole_experts: bool) -> None:
         self._ops, self._group, self.fast = ops, group, fast
         self._whole_experts = whole_experts
 
@@ -318,7 +316,7 @@ def part_of(matrix: Matrix) -> MatrixPart:
     return matrix.data
 
 
-def cut_ops(ops: Ops, group: TorchGroup, *, fast: bool, whole_experts: bool = False) -> Ops:
+def cut_ops(ops: Ops, group: TorchGroup, *, fast: bool, whole_experts: bool) -> Ops:
     """Return the operations whose matrices are divided among the processes.
 
     Args:

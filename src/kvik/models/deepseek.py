@@ -47,7 +47,7 @@ UPS, SEPARATE_UPS = "kv_b_proj", ("k_b_proj", "v_b_proj")
 
 @cache
 def queries_order(
-    latent: LatentSpec, heads: int, turned: tuple[int, ...], gates: int = 0
+    latent: LatentSpec, heads: int, turned: tuple[int, ...], gates: int
 ) -> tuple[int, ...]:
     """Return the output of a checkpoint's queries at each place: the parts of all heads without
     positions, then the rotated parts of all heads, in the order `turned`, then their gates."""
@@ -71,8 +71,8 @@ class Indexer:
         hidden: int,
         q_rank: int,
         index: IndexSpec,
-        order: Sequence[int] = (),
-        eps: float = LATENT_EPS,
+        order: Sequence[int],
+        eps: float,
     ) -> None:
         linear, dim = partial(builder.linear, bias=False), index.dim
         every = [head * dim + channel for head in range(index.heads) for channel in order]

@@ -374,7 +374,7 @@ class AdapterSlots:
         dtype: torch.dtype,
         device: torch.device,
         spec: ModelSpec,
-        fixed: tuple[str, ...] = (),
+        fixed: tuple[str, ...],
     ) -> None:
         """
         Args:

@@ -136,7 +136,7 @@ class HostPages:
         share: PagePart,
         *,
         heads_first: bool,
-        first: int = PAGE_HEAD_BYTES,
+        first: int,
     ) -> None:
         """
         Args:

@@ -117,7 +117,7 @@ def small_seconds(
     cost: AttentionCosts,
     prompted: int,
     decoded: int,
-    processes: int = 1,
+    processes: int,
 ) -> float:
     """Return the seconds of a step's kernels other than products and attention.
 

@@ -156,7 +156,7 @@ def _values(spec: ModelSpec, layer: int) -> tuple[str, Tensor, Tensor] | None:
     return source, channels.flatten(), (begins[:, None] + torch.arange(size)).flatten()
 
 
-def linear_inputs(spec: ModelSpec, layer: int = 0) -> dict[str, int]:
+def linear_inputs(spec: ModelSpec, layer: int) -> dict[str, int]:
     """Return the number of inputs of each linear layer of a block, by name; {} is the block."""
     declared = spec.declaration
     return {

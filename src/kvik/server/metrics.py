@@ -260,9 +260,7 @@ class Metrics:
         more: returns metrics in addition to those of the server and of the engine.
     """
 
-    def __init__(
-        self, server: Server, requests: RequestMetricsObserver, more: MoreMetrics = no_more
-    ) -> None:
+    def __init__(self, server: Server, requests: RequestMetricsObserver, more: MoreMetrics) -> None:
         self._server = server
         self._requests = requests
         self._more = more

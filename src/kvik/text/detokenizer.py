@@ -243,7 +243,7 @@ class Detokenizer:
         texts: TokenTexts,
         prompt_ids: Sequence[int],
         skipped: AbstractSet[int],
-        marks: Mapping[int, str] = NO_MARKS,
+        marks: Mapping[int, str],
     ) -> None:
         """
         Args:

@@ -52,7 +52,7 @@ def text_input(
     text: str,
     *,
     pooling: PoolingSpec | None,
-    limit: int | None = None,
+    limit: int | None,
     special: bool = True,
 ) -> PooledInput:
     """Tokenise a text to embed.
@@ -67,7 +67,7 @@ def text_input(
     return PooledInput(tokenizer.encode_texts((text,), limit, special=special)[0])
 
 
-def ids_input(pooling: PoolingSpec | None, ids: list[int], limit: int | None = None) -> PooledInput:
+def ids_input(pooling: PoolingSpec | None, ids: list[int], limit: int | None) -> PooledInput:
     """Return token ids to embed; for `limit` see `text_input`."""
     if limit is None:
         return PooledInput(ids)
@@ -80,8 +80,8 @@ def pair_input(
     second: str,
     *,
     pooling: PoolingSpec,
-    instruction: str | None = None,
-    limit: int | None = None,
+    instruction: str | None,
+    limit: int | None,
 ) -> PooledInput:
     """Tokenise a pair of texts to score, such as a query and a document.
 

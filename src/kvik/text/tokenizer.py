@@ -125,7 +125,7 @@ class Tokenizer:
             return encoding.ids
 
     def encode_texts(
-        self, texts: Sequence[str], limit: int | None = None, *, special: bool = True
+        self, texts: Sequence[str], limit: int | None, *, special: bool = True
     ) -> tuple[list[int], int]:
         """Return the token ids of one text or of a pair, with the special tokens that the file puts
         around them; and the index where the second token type begins, 0 if there is only one type.

@@ -55,7 +55,7 @@ def split_tiles(
     *,
     kind: str = "float",
     tree: bool = False,
-    shared: int = MAX_SHARED,
+    shared: int,
 ) -> Tiles:
     """Return the tiles of the split kernel, whose time is dominated by reading K and V.
 
@@ -105,10 +105,10 @@ def prefill_tiles(
     itemsize: int,
     *,
     kind: str,
-    edges: bool = False,
+    edges: bool,
     sinks: bool = False,
     block_size: int = 16,
-    shared: int = MAX_SHARED,
+    shared: int,
 ) -> Tiles:
     """Return the tiles of the prefill kernel, whose time is dominated by its products.
 

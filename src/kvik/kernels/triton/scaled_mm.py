@@ -59,7 +59,7 @@ def product(
 
 
 def product_of_wholes(
-    codes: Tensor, x_scale: Tensor, values: Tensor, scale: Tensor, multiply: Product = scaled_mm
+    codes: Tensor, x_scale: Tensor, values: Tensor, scale: Tensor, multiply: Product
 ) -> Tensor:
     """Multiply with one scale for the whole weight and one for all tokens.
 
@@ -77,7 +77,7 @@ def product_of_wholes(
 
 
 def product_of_blocks(
-    codes: Tensor, x_scales: Tensor, values: Tensor, scales: Tensor, multiply: Product = scaled_mm
+    codes: Tensor, x_scales: Tensor, values: Tensor, scales: Tensor, multiply: Product
 ) -> Tensor:
     """Multiply with a scale for each square block of the weight, and for each 128 inputs of a
     token.

@@ -253,7 +253,7 @@ async def all_prompt_ids(
     texts: Texts,
     prompts: Mapping[str, SinglePrompt],
     add_special_tokens: bool | None,
-    keep: int | None = None,
+    keep: int | None,
 ) -> dict[str, list[int]]:
     """Return the token ids of each prompt, by its name in errors; see `prompt_ids`."""
     ids = {}
@@ -279,7 +279,7 @@ async def prompt_ids(
     return await texts.encode(prompt, add_special_tokens is not False, keep)
 
 
-def kept_tokens(server: Server, requested: int | None, num_output: int | None = None) -> int | None:
+def kept_tokens(server: Server, requested: int | None, num_output: int | None) -> int | None:
     """Return how many tokens of a prompt `truncate_prompt_tokens` keeps; None: all.
 
     Args:

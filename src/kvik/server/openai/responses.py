@@ -181,9 +181,7 @@ def input_items(body: ResponsesRequest) -> list[InputItem]:
     return body.input
 
 
-def response_messages(
-    body: ResponsesRequest, earlier: Sequence[InputItem] = ()
-) -> list[ChatMessage]:
+def response_messages(body: ResponsesRequest, earlier: Sequence[InputItem]) -> list[ChatMessage]:
     """Return the messages of a body as chat messages.
 
     Args:
