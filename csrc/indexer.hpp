@@ -23,7 +23,7 @@ using paged::kStrips;
 using paged::kTile;
 
 constexpr int64_t kKeysPerTask = 1024;
-constexpr int64_t kFewQueries = 64;  // with more, a task is a query with all its keys (config/memory.py plans this)
+constexpr int64_t kFewQueries = 64;  // with more, a task is a query with all its keys (config/step_memory.py plans this)
 
 KVIK_INLINE float widened(float value) { return value; }
 KVIK_INLINE float widened(bf16 value) { return to_float(value); }
