@@ -235,6 +235,7 @@ def pipe(folder: Path) -> None:
         (another_config, "config.json: was altered since it was built"),
         (lambda folder: (folder / WEIGHTS).unlink(), "weights.bin: cannot be read"),
         (pipe, "weights.bin: is not a file"),
+        (lambda folder: (folder / MANIFEST).unlink(), "engine.json: is missing: the folder has"),
         (field(format=2), "engine.json format: is 2, written by kvik .*; this kvik reads 1"),
         (field(byte_order="big"), "engine.json byte_order: is big"),
         (field(packing="plain-0"), "packed as 'plain-0', and the kernels here take 'plain-1'"),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
+from kvik import LLM
+from kvik.config.model_source import BUNDLED
 from kvik.core.sampling_params import SamplingParams
 from kvik.errors import ModelError
 from kvik.model_files import Folder
@@ -24,6 +27,23 @@ def test_values_of_the_file_are_defaults(tmp_path):
         0.95,
         99,
     )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+        *("special_tokens_map.json", "chat_template.jinja", "model.safetensors", "modules.json"),
+    ],
+)
+def test_a_link_to_nothing_is_not_a_file_that_a_model_lacks(tmp_path, name):
+    """As in a hub cache that lost a file: the model would run with other settings."""
+    model = tmp_path / "model"
+    shutil.copytree(BUNDLED, model)
+    (model / name).unlink(missing_ok=True)
+    (model / name).symlink_to(tmp_path / "lost")
+    with pytest.raises(ModelError, match=f"^{name}: .*(link to a missing|cannot be read)"):
+        LLM(str(model), device="cpu", max_model_len=64)
 
 
 @pytest.mark.parametrize(

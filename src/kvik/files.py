@@ -61,6 +61,12 @@ def check_current_folder() -> None:
         raise KvikError("folder", "the current one was deleted: change to another") from None
 
 
+def is_named(path: Path) -> bool:
+    """Return whether a folder names a file that models may lack. A link to nothing counts: reading
+    it says that the model is damaged."""
+    return os.path.lexists(path)
+
+
 _FIRST_PART = re.compile(r"(.+-)00001-of-(\d{5})\.gguf", re.IGNORECASE)
 
 

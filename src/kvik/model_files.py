@@ -10,7 +10,7 @@ from typing import Any
 from kvik.config.model_source import DESCRIPTION, MODULE
 from kvik.core.sampling_params import MIN_TEMPERATURE, PARAMETERS, SamplingParams
 from kvik.errors import ModelError, ParamError
-from kvik.files import is_gguf
+from kvik.files import is_gguf, is_named
 from kvik.gguf.facts import MODEL_NAME, gguf_model_spec, model_config, sampling_config
 from kvik.gguf.reader import read_gguf
 from kvik.gguf.tokenizer import has_tokenizer, read_tokenizer
@@ -42,7 +42,7 @@ class Folder:
 
     def has_tokenizer(self) -> bool:
         """Return whether there is a tokenizer; without one, prompts are token ids."""
-        return (self._path / "tokenizer.json").exists()
+        return is_named(self._path / "tokenizer.json")
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer; if there is none, `ModelError` says what is missing."""
@@ -51,7 +51,7 @@ class Folder:
     def default_params(self) -> SamplingParams:
         """Return the sampling parameters of requests that set none."""
         file = self._path / GENERATION_CONFIG
-        return default_params(read_json(file), file.name) if file.exists() else SamplingParams()
+        return default_params(read_json(file), file.name) if is_named(file) else SamplingParams()
 
     def descriptions(self) -> dict[str, bytes]:
         """Return name -> content of the same files in Hugging Face format, without weights."""

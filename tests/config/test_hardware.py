@@ -86,6 +86,12 @@ CGROUPS: dict[str, tuple[str, dict[str, str], int, str]] = {
         2 * GIB,
         "limit of cgroup /work",
     ),
+    "v2, throttled below its limit": (
+        "0::/job\n",
+        cgroup_v2("/job", "max", GIB) | {"sys/fs/cgroup/job/memory.high": f"{3 * GIB}\n"},
+        2 * GIB,
+        "limit of cgroup /job",
+    ),
     "v1": (
         "7:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n",
         cgroup_v1("/docker/abc", f"{2 * GIB}", GIB)

@@ -210,22 +210,23 @@ def _cgroup_memory_left(root: Path) -> Iterator[tuple[int, str]]:
     """Yield (limit - usage that cannot be dropped, reason) of each memory cgroup above this
     process."""
     files = {
-        2: ("memory.max", "memory.current", ("active_file", "inactive_file")),
+        2: (("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file")),
         1: (
-            "memory.limit_in_bytes",
+            ("memory.limit_in_bytes",),
             "memory.usage_in_bytes",
             ("total_active_file", "total_inactive_file"),
         ),
     }
     for version, folder, name in _cgroups(root, "memory"):
-        limit_file, usage_file, droppable = files[version]
-        limit = _read(folder / limit_file).strip()
+        limit_files, usage_file, droppable = files[version]
+        texts = [_read(folder / file).strip() for file in limit_files]
+        limit = min((int(text) for text in texts if text.isdigit()), default=UNLIMITED)
         usage = _read(folder / usage_file).strip()
-        if not limit.isdigit() or not usage.isdigit() or int(limit) >= UNLIMITED:
+        if not usage.isdigit() or limit >= UNLIMITED:
             continue
         stat = dict(line.split()[:2] for line in _read(folder / "memory.stat").splitlines() if line)
         cache = sum(int(stat.get(key, 0)) for key in droppable)
-        yield int(limit) - max(0, int(usage) - cache), f"limit of cgroup {name}"
+        yield limit - max(0, int(usage) - cache), f"limit of cgroup {name}"
 
 
 def cpu_quota(root: Path = Path("/")) -> tuple[float, Path | None]:

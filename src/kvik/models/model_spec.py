@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from kvik.errors import ModelError, shown
-from kvik.files import ADAPTER_FILES, regular
+from kvik.files import ADAPTER_FILES, is_named, regular
 from kvik.models.registry import ARCHITECTURES, TEXT_DEFAULTS, WITH_ENCODERS
 from kvik.options import did_you_mean
 from kvik.spec.architecture import Architecture
@@ -295,7 +295,7 @@ def read_config(folder: Path) -> dict[str, object]:
         ModelError: a file cannot be used.
     """
     config = read_json(folder / "config.json")
-    if config.get(KEY) is None and (folder / MODELOPT).exists():
+    if config.get(KEY) is None and is_named(folder / MODELOPT):
         stored = Fields(read_json(folder / MODELOPT), MODELOPT).inside("quantization")
         config[KEY] = {
             "quant_method": "modelopt",
@@ -328,7 +328,7 @@ def with_eos(spec: ModelSpec, folder: Path) -> ModelSpec:
         ModelError: a file cannot be used.
     """
     name, ends = "generation_config.json", spec.eos_token_ids
-    if (folder / name).exists():
+    if is_named(folder / name):
         stored = Fields(read_json(folder / name), name)
         ends = stored.token_ids("eos_token_id", spec.vocab_size) or ends
     extra = [token for token in _tokenizer_eos(folder) if 0 <= token < spec.vocab_size]
@@ -341,7 +341,7 @@ def _tokenizer_eos(folder: Path) -> list[int]:
     Models that were tuned to chat may end their answers with another token than the model they come
     from, and name it only here.
     """
-    if not (folder / TOKENIZER).exists():
+    if not is_named(folder / TOKENIZER):
         return []
     fields = Fields(read_json(folder / TOKENIZER), TOKENIZER)
     eos, added = fields.raw("eos_token"), fields.raw("added_tokens_decoder")

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from kvik.errors import ModelError, shown
-from kvik.files import SAFETENSORS, SAFETENSORS_INDEX, regular
+from kvik.files import SAFETENSORS, SAFETENSORS_INDEX, is_named, regular
 from kvik.nn.safetensors import TensorEntry, read_header
+from kvik.spec.engine_folder import MANIFEST, WEIGHTS, rebuild
 from kvik.spec.fields import Fields, read_json
 
 # Reading parts of a file ahead: one is read while the one before is used.
@@ -234,11 +235,14 @@ def open_checkpoint(folder: str | Path, modules: Sequence[str] = ()) -> FolderCh
                 named = (replace(entry, name=f"{module}.{entry.name}") for entry in entries)
                 files.append((path, tuple(named)))
         return FolderCheckpoint(tuple(files))
-    if (folder / SINGLE).exists():
+    if is_named(folder / SINGLE):
         entries = read_header(folder / SINGLE)
         return FolderCheckpoint(((folder / SINGLE, unstacked(entries, shapes_of(entries))),))
-    if (folder / INDEX).exists():
+    if is_named(folder / INDEX):
         return _open_sharded(folder)
+    if (folder / WEIGHTS).exists():
+        reason = f"is missing: the folder has the weights of an engine. {rebuild(folder)}"
+        raise ModelError(MANIFEST, reason)
     names = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
     for name in names:
         if name.endswith(PICKLED):

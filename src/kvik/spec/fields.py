@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvik.errors import ModelError, shown
-from kvik.files import SAFETENSORS, SAFETENSORS_INDEX, regular
+from kvik.files import SAFETENSORS, SAFETENSORS_INDEX, is_named, regular
 from kvik.options import Flag, Integer, Kind, Number, OneOf, Text
 
 MAX_JSON_BYTES = 32 << 20  # far above any real config or shard index
@@ -33,7 +33,8 @@ def read_json(path: Path) -> dict[str, object]:
         with open(path, "rb", opener=regular) as file:
             data = file.read(MAX_JSON_BYTES + 1)
     except FileNotFoundError:
-        raise ModelError(path.name, f"is missing in {str(path.parent)!r}") from None
+        problem = "is a link to a missing file" if is_named(path) else "is missing"
+        raise ModelError(path.name, f"{problem} in {str(path.parent)!r}") from None
     except OSError as error:
         raise ModelError(path.name, f"cannot be read ({error.strerror})") from None
     if len(data) > MAX_JSON_BYTES:

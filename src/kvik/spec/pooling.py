@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvik.errors import ModelError, shown
+from kvik.files import is_named
 from kvik.spec.fields import MAX_WIDTH, Fields, read_json
 
 MODULES = "modules.json"
@@ -156,7 +157,7 @@ def read_modules(folder: Path, hidden: int, vocab: int, config: Fields) -> Pooli
     Raises:
         ModelError: a file cannot be used, or a module is not supported.
     """
-    if not (folder / MODULES).exists():
+    if not is_named(folder / MODULES):
         return None
     width, spec, normal = hidden, PoolingSpec(""), False
     for fields in _modules(folder):
@@ -224,7 +225,7 @@ def with_sentences(folder: Path, spec: PoolingSpec) -> PoolingSpec:
 
 def _fields(folder: Path, name: str) -> Fields:
     """Return the fields of a file; none if there is no such file."""
-    return Fields(read_json(folder / name) if (folder / name).exists() else {}, name)
+    return Fields(read_json(folder / name) if is_named(folder / name) else {}, name)
 
 
 def _length(folder: Path) -> int | None:
@@ -251,7 +252,9 @@ def _modules(folder: Path) -> list[Fields]:
     path = folder / MODULES
     try:
         listed = json.loads(path.read_bytes()[: 1 << 20])
-    except (OSError, ValueError, RecursionError):
+    except OSError as error:
+        raise ModelError(MODULES, f"cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError):
         raise ModelError(MODULES, "is not valid JSON") from None
     if not isinstance(listed, list) or len(listed) > MAX_MODULES:
         raise ModelError(MODULES, f"must be a list of at most {MAX_MODULES} modules")

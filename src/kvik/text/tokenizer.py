@@ -18,7 +18,7 @@ from tokenizers import normalizers
 
 from kvik.core.sampling_params import WORDS, SamplingParams, Words
 from kvik.errors import ConfigError, ModelError, ParamError, brief, shown
-from kvik.files import regular
+from kvik.files import is_named, regular
 from kvik.spec.pooling import LENGTHS
 from kvik.text.detokenizer import NO_MARKS, REPLACEMENT, Detokenizer, TokenTexts, panics_are_errors
 
@@ -81,7 +81,7 @@ class Tokenizer:
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
-        if not path.exists():
+        if not is_named(path):
             raise ModelError("tokenizer.json", _why_missing(folder))
         data = _read(path, MAX_TOKENIZER_BYTES)
         with panics_are_errors():
@@ -255,7 +255,7 @@ def _read(path: Path, limit: int) -> bytes:
 
 def _read_json(path: Path) -> Mapping[str, object]:
     """Read a JSON object; empty if there is no such file."""
-    if not path.exists():
+    if not is_named(path):
         return {}
     data = _read(path, MAX_CONFIG_BYTES)
     try:
@@ -283,7 +283,7 @@ def _token_name(field: str, *files: Mapping[str, object]) -> str | None:
 def _find_template(folder: Path, config: Mapping[str, object]) -> str | None:
     """Return the chat template: from a separate file, or a field of tokenizer_config.json."""
     path = folder / "chat_template.jinja"
-    if path.exists():
+    if is_named(path):
         return _read_text(path)
     value = _read_json(folder / "chat_template.json").get("chat_template")
     if value is None:
