@@ -142,6 +142,15 @@ def test_an_address_space_limit_counts_mapped_memory(tmp_path: Path) -> None:
     assert reason == "limit of address space (ulimit -v)"
 
 
+def test_a_limit_of_data_counts_private_memory(tmp_path: Path) -> None:
+    files = {
+        "proc/self/limits": f"Max data size             {3 * GIB}           unlimited   bytes\n",
+        "proc/self/status": f"VmSize:\t 99 kB\nVmData:\t {GIB // 2 // 1024} kB\n",
+    }
+    limit, reason = memory_limit(lay_out(tmp_path, meminfo(8 * GIB) | files))
+    assert GIB <= limit <= 3 * GIB - GIB // 2 and reason == "limit of data (ulimit -d)"
+
+
 @pytest.mark.parametrize("text", ["unlimited", str(64 * GIB), ""])
 def test_a_process_without_a_tight_limit(tmp_path: Path, text: str) -> None:
     root = lay_out(tmp_path, meminfo(8 * GIB) | limits(text))

@@ -79,9 +79,9 @@ def _problem(error: BaseException) -> str | None:
     if isinstance(error, KvikError):
         return str(error)
     if _is_lack_of_memory(error):
-        return "memory: there is too little of it; free some, or raise a limit (ulimit -v)"
+        return "memory: there is too little of it; free some, or raise a limit (ulimit -v, -d)"
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
-        limits = "of processes (ulimit -u, a container's pids limit) or of memory (ulimit -v)"
+        limits = "of processes (ulimit -u, a container's pids limit) or of memory (ulimit -v, -d)"
         return f"threads: the system starts no more of them; raise a limit {limits}"
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _FULL_GPU):
         return "memory: the GPU has too little; end its other programs or lower memory_utilization"

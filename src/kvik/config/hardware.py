@@ -42,6 +42,7 @@ _APPLE_FLAGS = {"FEAT_DotProd": "asimddp", "FEAT_I8MM": "i8mm", "FEAT_BF16": "bf
 UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 FALLBACK_MEMORY = 4 << 30  # if the system does not report its memory
 RESERVED_SPACE = 1 << 30  # that torch's libraries and threads reserve; 0.9 GiB were measured
+RESERVED_DATA = 128 << 20  # stacks of threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +158,7 @@ def physical_cores(root: Path, allowed: frozenset[int]) -> int:
 def memory_limit(root: Path) -> tuple[int, str]:
     """Return the bytes that this process may still allocate, and the reason: free RAM, a cgroup's
     limit, or a limit of the process."""
-    limits = [_available_ram(root), *_cgroup_memory_left(root), *_address_space_left(root)]
+    limits = [_available_ram(root), *_cgroup_memory_left(root), *_process_limits_left(root)]
     limit, reason = min(limits, key=lambda pair: pair[0])
     return max(0, limit), reason
 
@@ -195,15 +196,24 @@ def _available_ram(root: Path) -> tuple[int, str]:
     return total * 3 // 4, "three quarters of RAM"
 
 
-def _address_space_left(root: Path) -> Iterator[tuple[int, str]]:
-    """Yield what `ulimit -v` (RLIMIT_AS) leaves. Unlike the memory plan, this limit also counts
-    memory that is reserved and never used, such as mapped libraries and thread stacks."""
+# Limits of the process: name in /proc/self/limits, what counts against it, what is reserved and
+# never used beside what the memory plan counts, and its name for users.
+PROCESS_LIMITS = (
+    ("Max address space", "VmSize", RESERVED_SPACE, "limit of address space (ulimit -v)"),
+    ("Max data size", "VmData", RESERVED_DATA, "limit of data (ulimit -d)"),
+)
+
+
+def _process_limits_left(root: Path) -> Iterator[tuple[int, str]]:
+    """Yield what `ulimit -v` and `ulimit -d` leave. Unlike the memory plan, these limits also count
+    memory that is reserved and never used, such as thread stacks and, the first one, libraries."""
+    status = _read(root / "proc/self/status")
     for line in _read(root / "proc/self/limits").splitlines():
-        soft = line.removeprefix("Max address space").split()[:1]
-        if line.startswith("Max address space") and soft and soft[0].isdigit():
-            used = _field(_read(root / "proc/self/status"), "VmSize").removesuffix("kB").strip()
-            used_bytes = int(used or 0) * 1024
-            yield int(soft[0]) - used_bytes - RESERVED_SPACE, "limit of address space (ulimit -v)"
+        for name, counted, reserved, reason in PROCESS_LIMITS:
+            soft = line.removeprefix(name).split()[:1]
+            used = _field(status, counted).removesuffix("kB").strip()
+            if line.startswith(name) and soft and soft[0].isdigit() and used.isdigit():
+                yield int(soft[0]) - int(used) * 1024 - reserved, reason
 
 
 def _cgroup_memory_left(root: Path) -> Iterator[tuple[int, str]]:
