@@ -521,11 +521,12 @@ def test_a_request_goes_to_a_server_that_has_its_model() -> None:
 
 def test_the_models_of_all_servers_are_listed() -> None:
     one, two, three = Backend("one"), Backend("two"), Backend("three", healthy=False)
-    one.models, two.models, three.models = ["a", "b"], ["b", "c"], ["d"]
+    many = [f"{i:0500}" for i in range(1000)]  # more than one read gives
+    one.models, two.models, three.models = ["a", "b"], ["b", "c", *many], ["d"]
     with site(one, two, three) as made:
         for path in ("/v1/models", "/models"):
             listed = ask(made.front, "GET", path).json
-            assert [model["id"] for model in listed["data"]] == ["a", "b", "c"]
+            assert [model["id"] for model in listed["data"]] == ["a", "b", "c", *many]
         two.healthy = False
         assert [m["id"] for m in ask(made.front, "GET", "/v1/models").json["data"]] == ["a", "b"]
 

@@ -346,7 +346,7 @@ class EngineThread:
         return tokens <= self._limits.max_queued_tokens
 
     def _begin(self, call: Call) -> None:
-        self._calls.append(call)  # which is told if this engine is closed while it wakes
+        self._calls.append(call)  # so that it gets an error if this is closed during the load
         try:
             self._wake()
         except Exception as error:

@@ -108,7 +108,7 @@ MAX_BEGUN = 2  # servers that may have begun the same request
 STORED = re.compile(r"/responses/(resp_[^/]+)")
 MODEL = re.compile(r"/models/(.+)$")
 NOT_FOUND = 404
-MAX_MODELS_BYTES = 1 << 20  # of a server's list of models
+MAX_BODY = 1 << 20  # bytes of a server's health or of its list of models that are read
 LACKS_SECONDS = 30.0  # after which a server is asked again for a model that it lacked
 MAX_LACKED = 1024  # models that a server is known to lack; the oldest are forgotten
 GENERATES = re.compile(r"/(chat/completions|completions?|messages|responses|generate)$")
@@ -584,7 +584,7 @@ class Proxy:
 
     async def _models(self, scope: Scope) -> Response | None:
         """Return the models of all servers, each once; None: let one of them answer."""
-        headers = passed_on(scope["headers"], NOT_PASSED_ON)
+        headers = passed_on(scope["headers"], NOT_PASSED_ON | {b"accept-encoding"})
         healthy = [server for server in self.upstreams if server.healthy]
         if len(healthy) < 2:
             return None
@@ -598,7 +598,8 @@ class Proxy:
                 with suppress(ValueError, TypeError, KeyError):
                     for model in msgspec.json.decode(answer[1])["data"]:
                         models.setdefault(model["id"], model)
-        return _json(200, {"object": "list", "data": [*models.values()]}) if models else None
+        listed = {"object": "list", "data": [*models.values()], "has_more": False}
+        return _json(200, listed) if models else None
 
     async def _get(
         self, url: str, headers: Sequence[tuple[bytes, bytes]] = ()
@@ -611,7 +612,10 @@ class Proxy:
             async with self.session.get(
                 url, headers=pairs, timeout=timeout, allow_redirects=False
             ) as answer:
-                return answer.status, await answer.content.read(MAX_MODELS_BYTES)
+                body = b""
+                while len(body) < MAX_BODY and (part := await answer.content.readany()):
+                    body += part
+                return answer.status, body
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise UpstreamError(error) from None
 
