@@ -322,7 +322,7 @@ def test_what_an_encoder_cannot_do_is_refused(bert, reranker, tmp_path):
     with pytest.raises(ModelError, match="model: is an encoder, which can only be rounded at load"):
         open_source(bert)
     with LLM(str(reranker), **COMMON) as llm:
-        with pytest.raises(ParamError, match="model: gives scores of pairs of texts, and no vec"):
+        with pytest.raises(ParamError, match="model: gives scores of texts, and no vec"):
             llm.embed(words(3))
         with pytest.raises(ParamError, match="instruction: must be left out"):
             llm.score(words(3), words(3), instruction="w1")
@@ -379,7 +379,6 @@ def test_texts_in_lower_case(bert, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"id2label": {"0": "a", "1": "b"}}, "id2label: must have one label"),
         ({"is_decoder": True}, "is_decoder: must be false"),
         ({"hidden_act": "silu"}, "hidden_act: must be"),
     ],

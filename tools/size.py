@@ -12,13 +12,13 @@ import statistics
 from pathlib import Path
 
 SOURCES = Path(__file__).parents[1] / "src"
-# Lines of Python with comments and docstrings, of 2026-11-30. "": files outside folders.
+# Lines of Python with comments and docstrings, of 2026-12-01. "": files outside folders.
 BUDGETS = {
     "attention": 2710,
-    "cli": 5260,
+    "cli": 5270,
     "config": 5670,
     "core": 6520,
-    "engine": 5590,
+    "engine": 5630,
     "evaluate": 750,
     "gguf": 2630,
     "kernels": 11980,
@@ -28,12 +28,12 @@ BUDGETS = {
     "nn": 7480,
     "planner": 5910,
     "quantize": 3270,
-    "server": 12460,
-    "spec": 5500,
-    "text": 4410,
+    "server": 12690,
+    "spec": 5570,
+    "text": 4420,
     "training": 640,
     "worker": 13010,
-    "": 4970,
+    "": 5090,
 }
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvik.core.sampling_params import SamplingParams
     from kvik.core.structured import Choice, Grammar, JsonSchema, Regex
     from kvik.engine.output import (
+        ClassificationOutput,
         CompletionOutput,
         EmbeddingOutput,
         RequestOutput,
@@ -30,6 +31,7 @@ __all__ = [
     "AsyncLLM",
     "CapacityError",
     "Choice",
+    "ClassificationOutput",
     "CompletionOutput",
     "ConfigError",
     "EmbeddingOutput",
@@ -53,6 +55,7 @@ _NAMES: Final = {
     "kvik.core.sampling_params": ("SamplingParams",),
     "kvik.core.structured": ("Choice", "Grammar", "JsonSchema", "Regex"),
     "kvik.engine.output": (
+        "ClassificationOutput",
         "CompletionOutput",
         "EmbeddingOutput",
         "RequestOutput",

@@ -24,11 +24,13 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import SCORE, EngineRequest, FinishReason, RequestDelta, last_deltas
 from kvik.engine.client import EngineClient
 from kvik.engine.output import (
+    ClassificationOutput,
     EmbeddingOutput,
     OutputProcessor,
     RequestOutput,
     ScoreOutput,
     TextDelta,
+    classification_output,
     embedding_output,
     merged,
     score_output,
@@ -48,7 +50,10 @@ from kvik.server.admission import Admission, Reservation
 from kvik.server.texts import Texts
 from kvik.text.chat_template import check_messages
 from kvik.text.pooled_inputs import (
+    PooledInput,
     check_dimensions,
+    check_text,
+    classifying,
     default_pooling,
     ids_input,
     pair_input,
@@ -252,12 +257,12 @@ class AsyncLLM:
         request.pooling = pooling or default_pooling(model.pooling)
         request.prompt = plain if isinstance(plain, str) else None
 
+        make = partial(text_input, pooling=model.pooling, limit=keep)
+
         async def encode() -> list[int]:
             if not isinstance(plain, str):
                 return ids_input(model.pooling, plain, keep).ids
-            make = partial(text_input, pooling=model.pooling, limit=keep)
-            async with self._text_places:
-                return (await self.texts.input(make, (before + plain,), keep)).ids
+            return (await self._input(make, (before + plain,), keep)).ids
 
         stream = AsyncStream(self, request, encode)
         return embedding_output(await stream.result(), normalize=normalize, dimensions=dimensions)
@@ -275,18 +280,65 @@ class AsyncLLM:
         `LLM.score`."""
         pooling = scoring(self.resolved.model.pooling)
         keep = truncation(truncate_prompt_tokens, self.texts.max_model_len)
-        request = self._request(request_id, SamplingParams(), 0)  # no parameter is used
-        request.pooling = SCORE
         make = partial(pair_input, pooling=pooling, instruction=instruction, limit=keep)
-
-        async def encode() -> list[int]:
-            async with self._text_places:
-                pair = await self.texts.input(make, (text_1, text_2), keep)
-            request.second_text = pair.second_text
-            return pair.ids
-
-        output = await AsyncStream(self, request, encode).result()
+        encode = partial(self._input, make, (text_1, text_2), keep)
+        output = await self._scored(request_id, "", encode)
         return score_output(output, pooling.function)
+
+    async def classify(
+        self,
+        prompt: Prompt,
+        second_text: str | None = None,
+        *,
+        use_activation: bool = True,
+        add_special_tokens: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        request_id: str | None = None,
+        adapter: str = "",
+    ) -> ClassificationOutput:
+        """Return how likely each label of a classifier is for one prompt, or for a pair of texts;
+        for the arguments see `LLM.classify`."""
+        plain = no_infill(one_prompt(prompt))
+        pooling = classifying(self.resolved.model.pooling)
+        keep = truncation(truncate_prompt_tokens, self.texts.max_model_len)
+        special, before = add_special_tokens, prompt_before(pooling, None)
+        text = partial(text_input, pooling=pooling, limit=keep, special=special)
+        pair = partial(pair_input, pooling=pooling, instruction=None, limit=keep)
+
+        async def encode() -> PooledInput:
+            if second_text is not None:
+                return await self._input(pair, (check_text(plain), second_text), keep)
+            if not isinstance(plain, str):
+                return ids_input(pooling, plain, keep)
+            return await self._input(text, (before + plain,), keep)
+
+        output = await self._scored(request_id, adapter, encode)
+        function = pooling.function if use_activation else "none"
+        return classification_output(output, pooling.labels, function)
+
+    async def _scored(
+        self,
+        request_id: str | None,
+        adapter: str,
+        encode: Callable[[], Awaitable[PooledInput]],
+    ) -> RequestOutput:
+        """Return what the model's head returns for an input."""
+        request = self._request(request_id, SamplingParams(adapter=adapter), 0)
+        request.pooling = SCORE
+
+        async def ids() -> list[int]:
+            encoded = await encode()
+            request.second_text = encoded.second_text
+            return encoded.ids
+
+        return await AsyncStream(self, request, ids).result()
+
+    async def _input(
+        self, make: Callable[..., PooledInput], texts: Sequence[str], keep: int | None
+    ) -> PooledInput:
+        """Tokenise texts to pool; see `Texts.input`."""
+        async with self._text_places:
+            return await self.texts.input(make, texts, keep)
 
     async def abort(self, request_id: str) -> bool:
         """End a request; its stream ends with the finish reason "abort". Returns whether it was

@@ -25,10 +25,12 @@ from kvik.core.types import SCORE, EngineRequest
 from kvik.engine.core import check_request
 from kvik.engine.loop import EngineLoop
 from kvik.engine.output import (
+    ClassificationOutput,
     EmbeddingOutput,
     RequestOutput,
     ScoreOutput,
     TextDelta,
+    classification_output,
     embedding_output,
     score_output,
 )
@@ -42,6 +44,8 @@ from kvik.prompts import Infill, PlainPrompt, Prompt, as_prompts, no_infill, one
 from kvik.text.pooled_inputs import (
     PooledInput,
     check_dimensions,
+    check_text,
+    classifying,
     default_pooling,
     ids_input,
     pair_input,
@@ -374,21 +378,46 @@ class LLM:
         listed, model = as_prompts(prompts), self.resolved.model
         check_dimensions(model.pooling, model.hidden_size, dimensions)
         before = prompt_before(model.pooling, prompt_name)
-        keep = truncation(truncate_prompt_tokens, self.resolved.scheduler.max_model_len)
-        inputs = list[PooledInput]()
-        for prompt in map(no_infill, listed):
-            if not isinstance(prompt, str):
-                inputs.append(ids_input(model.pooling, prompt, keep))
-                continue
-            text = before + prompt
-            encoded = text_input(self.tokenizer, text, pooling=model.pooling, limit=keep)
-            if not prompt or not encoded.ids:
-                with one_of(listed, len(inputs)):
-                    raise ParamError("prompt", "must not be empty")
-            inputs.append(encoded)
+        inputs = self._inputs(listed, before, truncate_prompt_tokens, special=True)
         kind = pooling or default_pooling(model.pooling)
         outputs = self._pooled(listed, inputs, kind, progress, adapter)
         return [embedding_output(o, normalize=normalize, dimensions=dimensions) for o in outputs]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        second_texts: str | Sequence[str] | None = None,
+        *,
+        use_activation: bool = True,
+        add_special_tokens: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        progress: bool | None = None,
+        adapter: str = "",
+    ) -> list[ClassificationOutput]:
+        """Return how likely each label of a classifier is, for each prompt.
+
+        Args:
+            prompts: or the first texts of pairs, such as premises.
+            second_texts: one for each prompt, or one or many with a single other one.
+            use_activation: return probabilities, or a score as the model's files say; else the
+                model's outputs, such as rewards.
+            add_special_tokens: to texts; False for those of `render_chat`.
+            truncate_prompt_tokens, adapter: as in `embed`.
+
+        Raises:
+            ParamError, CapacityError: a prompt is impossible; nothing was computed.
+            RuntimeError: the engine failed to compute an output.
+        """
+        pooling = classifying(self.resolved.model.pooling)
+        if second_texts is not None:
+            listed, inputs = self._pairs(prompts, second_texts, None, truncate_prompt_tokens)
+        else:
+            listed = as_prompts(prompts)
+            before, keep = prompt_before(pooling, None), truncate_prompt_tokens
+            inputs = self._inputs(listed, before, keep, special=add_special_tokens)
+        outputs = self._pooled(listed, inputs, SCORE, progress, adapter)
+        function = pooling.function if use_activation else "none"
+        return [classification_output(output, pooling.labels, function) for output in outputs]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Complete one prompt and iterate over the text as it is generated."""
@@ -400,8 +429,14 @@ class LLM:
         """Answer one conversation and iterate over the text as it is generated."""
         return self._stream(self.render_chat(messages), params, add_special_tokens=False)
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
-        """Render a conversation with the model's chat template; return the prompt."""
+    def render_chat(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+    ) -> str:
+        """Render a conversation with the model's chat template; return the prompt.
+
+        Args:
+            add_generation_prompt: end with the beginning of an answer.
+        """
         self._engine.check_usable()
         if self._chat_template is None:
             tokenizer = self.tokenizer
@@ -411,7 +446,7 @@ class LLM:
                 tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token
             )
             finalize(self, self._chat_template.close)
-        return self._chat_template.render(messages)
+        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt)
 
     def stats(self) -> EngineStats:
         return self._engine.ask(EngineLoop.stats)
@@ -497,12 +532,50 @@ class LLM:
         progress: bool | None,
     ) -> list[ScoreOutput]:
         pooling = scoring(self.resolved.model.pooling)
+        ids, inputs = self._pairs(first, second, instruction, truncate_prompt_tokens)
+        outputs = self._pooled(ids, inputs, SCORE, progress)
+        return [score_output(output, pooling.function) for output in outputs]
+
+    def _pairs(
+        self,
+        first: Any,
+        second: str | Sequence[str],
+        instruction: str | None,
+        truncate_prompt_tokens: int | None,
+    ) -> tuple[list[PlainPrompt], list[PooledInput]]:
+        """Tokenise pairs of texts; also return their token ids."""
+        pooling = self.resolved.model.pooling
+        assert pooling is not None
         keep = truncation(truncate_prompt_tokens, self.resolved.scheduler.max_model_len)
         texts = [[side] if isinstance(side, str) else list(side) for side in (first, second)]
+        pairs = [tuple(map(check_text, pair)) for pair in paired(*texts)]
         make = partial(pair_input, pooling=pooling, instruction=instruction, limit=keep)
-        inputs = [make(self.tokenizer, *pair) for pair in paired(*texts)]
-        outputs = self._pooled([encoded.ids for encoded in inputs], inputs, SCORE, progress)
-        return [score_output(output, pooling.function) for output in outputs]
+        inputs = [make(self.tokenizer, *pair) for pair in pairs]
+        return [encoded.ids for encoded in inputs], inputs
+
+    def _inputs(
+        self,
+        prompts: Sequence[PlainPrompt],
+        before: str,
+        truncate_prompt_tokens: int | None,
+        *,
+        special: bool,
+    ) -> list[PooledInput]:
+        """Tokenise prompts to pool, with a text before each text."""
+        pooling = self.resolved.model.pooling
+        keep = truncation(truncate_prompt_tokens, self.resolved.scheduler.max_model_len)
+        inputs = list[PooledInput]()
+        for prompt in map(no_infill, prompts):
+            if not isinstance(prompt, str):
+                inputs.append(ids_input(pooling, prompt, keep))
+                continue
+            text = before + prompt
+            encoded = text_input(self.tokenizer, text, pooling=pooling, limit=keep, special=special)
+            if not prompt or not encoded.ids:
+                with one_of(prompts, len(inputs)):
+                    raise ParamError("prompt", "must not be empty")
+            inputs.append(encoded)
+        return inputs
 
     def _pooled(
         self,

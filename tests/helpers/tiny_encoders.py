@@ -60,14 +60,21 @@ RERANKERS: dict[str, dict[str, Any]] = {
     "XLMRobertaForSequenceClassification": ROBERTA,
     "ModernBertForSequenceClassification": MODERN | {"classifier_pooling": "mean"},
 }
+# The same with several labels, and decoders of several families.
+CLASSIFIERS: dict[str, dict[str, Any]] = RERANKERS | {
+    "LlamaForSequenceClassification": {"num_key_value_heads": 1},
+    "Qwen3ForSequenceClassification": {"num_key_value_heads": 1, "head_dim": 16},
+    "GPT2ForSequenceClassification": {"n_inner": 56, "bos_token_id": 2, "eos_token_id": 3},
+    "PhiForSequenceClassification": {},
+}
 _KINDS = ("Model", "ForMaskedLM", "ForSequenceClassification")
 
 
 def save_encoder(folder: Path, name: str, *, seed: int = 0, **options: Any) -> Any:
     """Make a tiny random model of a transformers class, and save it to a folder."""
     family = next(name.removesuffix(kind) for kind in _KINDS if name.endswith(kind))
-    facts = SIZES | ENCODERS.get(name, {}) | RERANKERS.get(name, {}) | options
-    if name in RERANKERS:
+    facts = SIZES | ENCODERS.get(name, {}) | CLASSIFIERS.get(name, {}) | options
+    if name in CLASSIFIERS:
         facts.setdefault("num_labels", 1)
     config = getattr(transformers, f"{family}Config")(**facts)
     model = getattr(transformers, name)(config).eval()

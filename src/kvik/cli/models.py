@@ -8,7 +8,7 @@ import json
 from kvik.cli.flags import Parser
 from kvik.cli.terminal import say
 from kvik.config.units import columns
-from kvik.models.registry import ARCHITECTURES, WITH_ENCODERS
+from kvik.models.registry import ARCHITECTURES, DECLARED, WITH_ENCODERS
 
 INSIDE = "the text model, by the model_type in text_config"
 HEADER = ("models", "architecture", "files")
@@ -38,7 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         say(json.dumps(rows, indent=2))
         return 0
-    table = [(str(r["models"]), str(r["architecture"]), ", ".join(r["files"])) for r in rows]
+    listed = [row for row in rows if row["architecture"] in DECLARED.keys() | WITH_ENCODERS.keys()]
+    table = [(str(r["models"]), str(r["architecture"]), ", ".join(r["files"])) for r in listed]
     say("\n".join(columns([HEADER, *table], "<<<", indent=0)))
-    say("\nOther causal models run through transformers, slowly: --fallback transformers")
+    say("\nEach causal model also runs as a classifier: ...ForSequenceClassification")
+    say("Other causal models run through transformers, slowly: --fallback transformers")
     return 0

@@ -144,11 +144,11 @@ def _check_pooling(config: ResolvedConfig, request: EngineRequest) -> None:
         raise ParamError("model", "gives no vectors: it runs through transformers, as text alone")
     if pooling == SCORE:
         if not scores:
-            raise ParamError("model", "gives no scores: it is not a reranker")
+            raise ParamError("model", "gives no scores: it is no classifier")
     elif pooling not in (None, *POOLINGS):
         raise ParamError("pooling", f"must be one of {', '.join(POOLINGS)}, not {pooling!r}")
-    elif pooling is not None and scores and model.encoder:
-        raise ParamError("model", "gives scores of pairs of texts, and no vectors")
+    elif pooling is not None and model.pooling is not None and model.pooling.labels:
+        raise ParamError("model", f"gives {model.pooling.gives}, and no vectors")
     if not 0 <= request.second_text < len(request.prompt_token_ids):
         raise ParamError("second_text", f"must be in the prompt, not {request.second_text}")
     if request.pooling is not None and request.params.n > 1:

@@ -49,6 +49,19 @@ class ScoreOutput:
     num_cached_tokens: int  # of the prompt, found in the prefix cache
 
 
+@dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """The classes of a text."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    label: str  # the likeliest
+    # A number for each label of the model, in its order: probabilities, of which the sum is 1
+    # unless the labels are independent; or the outputs of the model, as requested.
+    probs: list[float]
+    num_cached_tokens: int  # of the prompt, found in the prefix cache
+
+
 def _sigmoid(x: float) -> float:
     return 1.0 / (1.0 + math.exp(-x)) if x >= 0 else math.exp(x) / (1.0 + math.exp(x))
 
@@ -59,6 +72,12 @@ SCORE_FUNCTIONS: Mapping[str, Callable[[float], float]] = {
     "tanh": math.tanh,
     "relu": lambda x: max(0.0, x),
 }
+
+
+def _softmax(values: Sequence[float]) -> list[float]:
+    largest = max(values)
+    powers = [math.exp(x - largest) for x in values]
+    return [power / fsum(powers) for power in powers]
 
 
 def normalise(vector: Sequence[float]) -> list[float]:
@@ -201,14 +220,39 @@ def score_output(output: RequestOutput, function: str) -> ScoreOutput:
     return ScoreOutput(
         request_id=output.request_id,
         prompt_token_ids=output.prompt_token_ids,
-        score=finished_score(_pooled(output, "score"), function),
+        score=activated(_pooled(output, "score"), function)[0],
         num_cached_tokens=output.num_cached_tokens,
     )
 
 
-def finished_score(vector: Sequence[float], function: str) -> float:
-    """Apply the score function to the score that a model returned."""
-    return SCORE_FUNCTIONS[function](vector[0])
+def classification_output(
+    output: RequestOutput, labels: Sequence[str], function: str
+) -> ClassificationOutput:
+    """Return the classes of a request; for the arguments see `PoolingSpec`.
+
+    Raises:
+        RuntimeError: the engine failed to compute them.
+    """
+    probs = activated(_pooled(output, "class"), function)
+    return ClassificationOutput(
+        request_id=output.request_id,
+        prompt_token_ids=output.prompt_token_ids,
+        label=likeliest(probs, labels),
+        probs=probs,
+        num_cached_tokens=output.num_cached_tokens,
+    )
+
+
+def likeliest(probs: Sequence[float], labels: Sequence[str]) -> str:
+    """Return the label of the largest number, and of equal ones the first."""
+    return labels[max(range(len(probs)), key=probs.__getitem__)]
+
+
+def activated(outputs: Sequence[float], function: str) -> list[float]:
+    """Apply a function (`PoolingSpec.function`) to what the head of a model returned."""
+    if function == "softmax":
+        return _softmax(outputs)
+    return [SCORE_FUNCTIONS[function](x) for x in outputs]
 
 
 def _pooled(output: RequestOutput, label: str) -> list[float]:

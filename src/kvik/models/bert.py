@@ -3,7 +3,7 @@ XLM-RoBERTa (Conneau et al. 2019, arXiv 1911.02116): encoders with learned posit
 normalise after attention and MLP.
 
 RoBERTa's positions begin after the row of the padding token, and it has one token type. In a
-classifier of one label, the vector of the first token is mapped to the score through a dense layer.
+classifier, the vector of the first token is mapped to the labels through a dense layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvik.spec.fields import Fields
 from kvik.spec.layers import encoder_layers
 from kvik.spec.model import ModelFacts
 from kvik.spec.network import PositionTable
-from kvik.spec.pooling import PooledLayer, PoolingSpec, mean_vectors, scores
+from kvik.spec.pooling import PooledLayer, PoolingSpec, classifier, mean_vectors, read_labels
 
 BertLayer = partial(
     NormedSumLayer,
@@ -66,14 +66,20 @@ def positions_and_types(spec: ModelFacts, builder: LayerBuilder) -> PositionTabl
     )
 
 
-def bert_scores(fields: Fields, hidden: int, eps: float) -> PoolingSpec:
-    dense = PooledLayer("bert.pooler.dense", hidden, hidden, function="tanh")
-    return scores(fields, "cls", dense, PooledLayer("classifier", hidden, 1))
+def bert_classifier(
+    fields: Fields, hidden: int, eps: float, dense: str = "bert.pooler.dense", out: str = ""
+) -> PoolingSpec:
+    """Return the head of a classifier.
+
+    Args:
+        dense, out: names of its first layer, and of the last one in "classifier".
+    """
+    labels = len(read_labels(fields))
+    first = PooledLayer(dense, hidden, hidden, function="tanh")
+    return classifier(fields, "cls", first, PooledLayer(f"classifier{out}", hidden, labels))
 
 
-def roberta_scores(fields: Fields, hidden: int, eps: float) -> PoolingSpec:
-    dense = PooledLayer("classifier.dense", hidden, hidden, function="tanh")
-    return scores(fields, "cls", dense, PooledLayer("classifier.out_proj", hidden, 1))
+roberta_classifier = partial(bert_classifier, dense="classifier.dense", out=".out_proj")
 
 
 _encoder = partial(
@@ -98,21 +104,24 @@ _roberta = partial(
 )
 BERT = _bert("BertModel", "bert", "BERT, for embeddings", pooled=mean_vectors)
 BERT_MASKED = _bert("BertForMaskedLM", "bert", "BERT, for embeddings", pooled=mean_vectors)
-BERT_SCORES = _bert(
-    "BertForSequenceClassification", "bert", "BERT, for reranking", pooled=bert_scores
+BERT_CLASSIFIER = _bert(
+    "BertForSequenceClassification", "bert", "BERT, for classes", pooled=bert_classifier
 )
 ROBERTA = _roberta("RobertaModel", "roberta", "RoBERTa, for embeddings", pooled=mean_vectors)
 ROBERTA_MASKED = replace(ROBERTA, name="RobertaForMaskedLM")
-ROBERTA_SCORES = _roberta(
-    "RobertaForSequenceClassification", "roberta", "RoBERTa, for reranking", pooled=roberta_scores
+ROBERTA_CLASSIFIER = _roberta(
+    "RobertaForSequenceClassification",
+    "roberta",
+    "RoBERTa, for classes",
+    pooled=roberta_classifier,
 )
 XLM_ROBERTA = _roberta(
     "XLMRobertaModel", "xlm-roberta", "XLM-RoBERTa, for embeddings", pooled=mean_vectors
 )
 XLM_ROBERTA_MASKED = replace(XLM_ROBERTA, name="XLMRobertaForMaskedLM")
-XLM_ROBERTA_SCORES = _roberta(
+XLM_ROBERTA_CLASSIFIER = _roberta(
     "XLMRobertaForSequenceClassification",
     "xlm-roberta",
-    "XLM-RoBERTa, for reranking",
-    pooled=roberta_scores,
+    "XLM-RoBERTa, for classes",
+    pooled=roberta_classifier,
 )

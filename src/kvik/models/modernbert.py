@@ -19,7 +19,7 @@ from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types
 from kvik.spec.model import ModelFacts
 from kvik.spec.network import ForwardContext, LinearLayer, Norm
-from kvik.spec.pooling import PooledLayer, PoolingSpec, mean_vectors, scores
+from kvik.spec.pooling import PooledLayer, PoolingSpec, classifier, mean_vectors, read_labels
 from kvik.spec.rope import MAX_POSITIONS, RopeSpec, read_rope
 from kvik.spec.visible_keys import Window
 
@@ -112,15 +112,15 @@ def near_and_far_layers(
     return tuple(replace(kinds[kind], unnormed=i == 0) for i, kind in enumerate(types))
 
 
-def modernbert_scores(fields: Fields, hidden: int, eps: float) -> PoolingSpec:
+def modernbert_classifier(fields: Fields, hidden: int, eps: float) -> PoolingSpec:
     bias = fields.boolean("classifier_bias", False)
     function = fields.choice("classifier_activation", ("gelu",), "gelu")
-    return scores(
+    return classifier(
         fields,
         fields.choice("classifier_pooling", ("cls", "mean"), "cls"),
         PooledLayer("head.dense", hidden, hidden, bias=bias, function=function),
         PooledLayer("head.norm", hidden, hidden, bias=False, norm_eps=eps),
-        PooledLayer("classifier", hidden, 1),
+        PooledLayer("classifier", hidden, len(read_labels(fields))),
     )
 
 
@@ -141,11 +141,11 @@ MODERNBERT = Architecture(
     defaults={"type_vocab_size": 1},
 )
 MODERNBERT_MASKED = replace(MODERNBERT, name="ModernBertForMaskedLM")
-MODERNBERT_SCORES = replace(
+MODERNBERT_CLASSIFIER = replace(
     MODERNBERT,
     name="ModernBertForSequenceClassification",
-    models="ModernBERT, for reranking",
-    pooled=modernbert_scores,
+    models="ModernBERT, for classes",
+    pooled=modernbert_classifier,
 )
 MODERNBERT_DECODER = replace(
     MODERNBERT,

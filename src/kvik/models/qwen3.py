@@ -13,7 +13,7 @@ from kvik.spec.experts import ExpertsSpec, corrected_router, read_experts, softm
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, read_window, switched_layers, typed_layers
 from kvik.spec.model import ModelFacts
-from kvik.spec.pooling import PooledLayer, PoolingSpec, scores
+from kvik.spec.pooling import PoolingSpec, last_token_classifier
 from kvik.spec.rope import MAX_POSITIONS
 
 # RMSNorm on each head of q and k.
@@ -121,24 +121,12 @@ MELLUM = replace(
 )
 
 
-def trunk(spec: ModelFacts, builder: LayerBuilder) -> Decoder:
-    """Return the network of a classifier, which has no LM head."""
-    return qwen3(replace(spec, tie_word_embeddings=True), builder)
+def qwen3_classifier(fields: Fields, hidden: int, eps: float) -> PoolingSpec:
+    return replace(last_token_classifier(fields, hidden, eps), template="qwen3")
 
 
-def qwen3_scores(fields: Fields, hidden: int, eps: float) -> PoolingSpec:
-    return scores(fields, "last", PooledLayer("score", hidden, 1, bias=False), template="qwen3")
-
-
-# Qwen3-Reranker (Zhang et al. 2025, arXiv 2506.05176), converted to a classifier of one label.
-QWEN3_SCORES = replace(
-    QWEN3,
-    name="Qwen3ForSequenceClassification",
-    models="Qwen3-Reranker as a classifier",
-    make=trunk,
-    pooled=qwen3_scores,
-    gguf=None,
-)
+# Also Qwen3-Reranker (Zhang et al. 2025, arXiv 2506.05176), converted to a classifier of one label.
+QWEN3_CLASSIFIER = QWEN3.classifier(qwen3_classifier)
 # Qwen1.5 and Qwen2 with routed experts and a gated shared one (Yang et al. 2024).
 SHARED = ExpertNames(shared="shared_expert")
 shared_experts = partial(feed_forward, names=SHARED)

@@ -61,6 +61,7 @@ from kvik.models import (
     step3p7,
 )
 from kvik.spec.architecture import Architecture
+from kvik.spec.pooling import last_token_classifier
 
 FILES = (
     *(llama, qwen3, stablelm, phi, glm4, qwen3_5, mixtral, olmo2, granite, gpt_oss, llama4),
@@ -82,8 +83,14 @@ FILES = (
     *(mamba, jamba, mimo_v2, flint, dbrx, bitnet, bloom, mpt, hy4, minimax_m3, bailing_hybrid),
     *(step3p7, glm5_next),
 )
-ARCHITECTURES: Mapping[str, Architecture] = {
+DECLARED: Mapping[str, Architecture] = {
     row.name: row for file in FILES for row in vars(file).values() if isinstance(row, Architecture)
+}
+# And the classifier of each decoder that declares none.
+_DERIVED = [row.classifier(last_token_classifier) for row in DECLARED.values() if not row.pooled]
+ARCHITECTURES: Mapping[str, Architecture] = {
+    **DECLARED,
+    **{row.name: row for row in _DERIVED if row.name not in DECLARED},
 }
 # Architectures with encoders of images or sound beside a text model, which is one of those above,
 # by `model_type` in `text_config` -> the type where it is not given.

@@ -33,6 +33,7 @@ from kvik.server.generation import Observer
 from kvik.server.metrics import Metrics, MoreMetrics, RequestMetricsObserver, no_more
 from kvik.server.openai import (
     chat,
+    classify,
     completions,
     embeddings,
     invocations,
@@ -334,7 +335,10 @@ def without_version(table: Sequence[Route]) -> list[Route]:
 
 def openai_routes(server: Server) -> list[Route]:
     """Return the routes of the OpenAI API and of the tokenizer."""
-    endpoints = (chat, completions, responses, embeddings, rerank, invocations, models, tokenize)
+    endpoints = (
+        *(chat, completions, responses, embeddings, rerank, classify),
+        *(invocations, models, tokenize),
+    )
     return [route for endpoint in endpoints for route in endpoint.routes(server)]
 
 

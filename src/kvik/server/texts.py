@@ -345,7 +345,7 @@ class Texts:
                 fails; or the model has no template, or does not generate text.
             OverloadError: too much text waits already.
         """
-        if self._model is not None:
+        if self._model is not None and self._model.encoder:
             self._model.check_writes()
         if self._templates is None:
             raise ParamError("messages", f"cannot be rendered: {self._no_template}")

@@ -4,7 +4,7 @@ constructor builds."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvik.spec.declare import EXPERT_NAMES, ExpertNames, LayerBuilder
@@ -142,6 +142,29 @@ class Architecture:
     gguf_scales: tuple[str, ...] = ()  # the keys of `gguf.facts.SCALES` that files have
     # Computes keys of config.json that files do not have.
     gguf_implied: Callable[[Fields], Mapping[str, object]] | None = None
+
+    def classifier(self, pooled: Callable[[Fields, int, float], PoolingSpec]) -> Architecture:
+        """Return the same network as a classifier, which has no LM head.
+
+        Args:
+            pooled: reads the layers over hidden states that take its place.
+        """
+
+        def make(spec: ModelFacts, builder: LayerBuilder) -> Network:
+            return self.make(replace(spec, tie_word_embeddings=True), builder)
+
+        stem = self.name.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+        return replace(
+            self,
+            name=f"{stem}ForSequenceClassification",
+            models=f"{self.models}, as a classifier",
+            make=make,
+            pooled=pooled,
+            head_bias=False,
+            predictor=None,
+            gguf=None,
+            gguf_experts="",
+        )
 
     def network(self, spec: ModelFacts, builder: LayerBuilder) -> Network:
         """Return the network; of a checkpoint that also has encoders, the text model."""

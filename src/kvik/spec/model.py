@@ -120,11 +120,12 @@ class ModelFacts:
         return any(layer.bidirectional is not None for layer in self.layers)
 
     def check_writes(self) -> None:
-        """Raise `ParamError` if the model is an encoder, which generates no text."""
-        if self.encoder:
-            scores = self.pooling is not None and self.pooling.scores
-            gives = "scores of pairs of texts" if scores else "vectors of texts"
-            raise ParamError("model", f"is an encoder, which writes no text; it gives {gives}")
+        """Raise `ParamError` if the model is an encoder or a classifier, which generate no text."""
+        classifier = self.pooling is not None and bool(self.pooling.labels)
+        if self.encoder or classifier:
+            gives = self.pooling.gives if self.pooling is not None else "vectors of texts"
+            kind = "a classifier" if classifier else "an encoder"
+            raise ParamError("model", f"is {kind}, which writes no text; it gives {gives}")
 
     @property
     def type_stride(self) -> int:

@@ -1,8 +1,9 @@
-"""Reads from a model's files how a prompt's hidden states become a vector or a score.
+"""Reads from a model's files how a prompt's hidden states become a vector, a score or classes.
 
 Vectors follow the modules of sentence-transformers (Reimers and Gurevych 2019): `modules.json`
 lists the pooling, dense layers and normalisation after the network. Scores come from the head of a
-`*ForSequenceClassification`, or from the logits of a token that means yes and one that means no.
+`*ForSequenceClassification` with one label, or from the logits of a token that means yes and one
+that means no. Such a head with several labels gives the probability of each.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ FUNCTIONS: Mapping[str, str] = {
     "SiLU": "silu",
 }
 SCORE_FUNCTIONS = ("Identity", "Sigmoid", "Tanh", "ReLU")
+MAX_LABELS = 1 << 16
+# `problem_type` of config.json -> the function of the outputs for several labels.
+SINGLE = "single_label_classification"
+PROBLEMS = {SINGLE: "softmax", "multi_label_classification": "sigmoid", "regression": "none"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +81,13 @@ class PoolingSpec:
 
     kind: str  # one of `core.types.POOLINGS`, the model's trained pooling
     layers: tuple[PooledLayer, ...] = ()  # over the pooled vector, in order
-    scores: bool = False  # the result is a score of the prompt, not a vector
+    scores: bool = False  # the result is a score of the prompt, or of each label, not a vector
+    labels: tuple[str, ...] = ()  # of a classifier's outputs, in order; (): it is no classifier
     # The score is the logit of the first token, minus the logit of the second if there is one;
     # None: it is the output of the last layer.
     score_tokens: tuple[int, int | None] | None = None
-    function: str = "none"  # of the score, one of `FUNCTIONS`
+    # Of a score: one of `FUNCTIONS`. Of several labels: "softmax", "sigmoid" or "none".
+    function: str = "none"
     dimensions: tuple[int, ...] = ()  # lengths to which vectors can be cut (Kusupati et al. 2022)
     any_dimension: bool = False  # vectors can be cut to any length from the least of `dimensions`
     modules: tuple[str, ...] = ()  # folders of modules with separate weight files
@@ -89,6 +96,13 @@ class PoolingSpec:
     prompts: tuple[tuple[str, str], ...] = ()  # name -> text to put before texts
     default_prompt: str = ""  # name of the default prompt; "": none
     max_tokens: int | None = None  # limit of a prompt below the network's own; None: no such limit
+
+    @property
+    def gives(self) -> str:
+        """What the model gives, for error messages."""
+        if not self.scores:
+            return "vectors of texts"
+        return "classes of texts" if len(self.labels) > 1 else "scores of texts"
 
     def width(self, hidden: int) -> int:
         """Return the length of a vector, given the length of hidden states."""
@@ -111,26 +125,54 @@ class PoolingSpec:
         return dimensions == width or dimensions in self.dimensions
 
 
-def scores(fields: Fields, kind: str, *layers: PooledLayer, template: str = "pair") -> PoolingSpec:
-    """Return the pooling of a classifier, whose scores go through the function that config.json
-    names, or else through a sigmoid. For the arguments see `PoolingSpec`.
+def classifier(fields: Fields, kind: str, *layers: PooledLayer) -> PoolingSpec:
+    """Return the pooling of a classifier.
+
+    A single label is a score. It goes through the function that config.json names, or else through
+    a sigmoid. Several labels exclude each other, unless `problem_type` says otherwise.
+
+    Args:
+        kind: of pooling.
+        layers: of the head; the last has one output for each label.
 
     Raises:
-        ModelError: it has more or fewer than one label.
+        ModelError: labels or functions cannot be used.
+    """
+    labels = read_labels(fields)
+    if len(labels) > 1:
+        function = PROBLEMS[fields.choice("problem_type", tuple(PROBLEMS), SINGLE)]
+    else:
+        function, inside = "sigmoid", fields.inside("sentence_transformers")
+        older = "sbert_ce_default_activation_function"
+        for where, key in ((inside, "activation_fn"), (fields, older)):
+            if key in where:
+                function = _function(where, key, SCORE_FUNCTIONS)
+                break
+    return PoolingSpec(kind, layers, scores=True, labels=labels, function=function)
+
+
+def read_labels(fields: Fields) -> tuple[str, ...]:
+    """Return the names of a classifier's labels, in the order of its outputs.
+
+    Raises:
+        ModelError: there are none, or their numbers are not 0, 1 and so on.
     """
     names = fields.mapping("id2label")
-    count = len(names) if names is not None else fields.integer("num_labels", 1, 1 << 20, 2)
-    if count != 1:
-        key = "id2label" if names is not None else "num_labels"
-        raise fields.error(
-            key, f"must have one label, as other classifiers are not supported, not {count}"
-        )
-    function, inside = "sigmoid", fields.inside("sentence_transformers")
-    for where, key in ((inside, "activation_fn"), (fields, "sbert_ce_default_activation_function")):
-        if key in where:
-            function = _function(where, key, SCORE_FUNCTIONS)
-            break
-    return PoolingSpec(kind, layers, scores=True, function=function, template=template)
+    if names is None:
+        count = fields.integer("num_labels", 1, MAX_LABELS, 2)
+        return tuple(f"LABEL_{i}" for i in range(count))
+    ordered = [names.get(str(i)) for i in range(len(names))]
+    if not 1 <= len(names) <= MAX_LABELS or not all(isinstance(name, str) for name in ordered):
+        allowed = f"must name 1 to {MAX_LABELS} labels, by 0, 1 and so on"
+        raise fields.error("id2label", f"{allowed}, not {shown(dict(names))}")
+    return tuple(map(str, ordered))
+
+
+def last_token_classifier(fields: Fields, hidden: int, eps: float) -> PoolingSpec:
+    """Return the pooling of a decoder's `*ForSequenceClassification`: a layer over the state of the
+    last token, as in reward models."""
+    labels = len(read_labels(fields))
+    return classifier(fields, "last", PooledLayer("score", hidden, labels, bias=False))
 
 
 def cut_dimensions(fields: Fields) -> tuple[tuple[int, ...], bool]:
@@ -216,7 +258,7 @@ def with_sentences(folder: Path, spec: PoolingSpec) -> PoolingSpec:
     """
     fields = _fields(folder, SENTENCES)
     prompts, default = _prompts(fields)
-    if spec.scores and "activation_fn" in fields:
+    if spec.scores and len(spec.labels) < 2 and "activation_fn" in fields:
         spec = replace(spec, function=_function(fields, "activation_fn", SCORE_FUNCTIONS))
     return replace(
         spec, prompts=tuple(prompts.items()), default_prompt=default, max_tokens=_length(folder)

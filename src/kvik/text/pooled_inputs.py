@@ -148,7 +148,23 @@ def scoring(pooling: PoolingSpec | None) -> PoolingSpec:
     """Return the pooling of a reranker, which scores pairs; raise ParamError for other models."""
     if pooling is None or not pooling.scores:
         raise ParamError("model", "gives no scores: it is not a reranker")
+    if len(pooling.labels) > 1:
+        raise ParamError("model", f"gives {len(pooling.labels)} classes, and no single score")
     return pooling
+
+
+def classifying(pooling: PoolingSpec | None) -> PoolingSpec:
+    """Return the pooling of a classifier; raise ParamError for other models."""
+    if pooling is None or not pooling.labels:
+        raise ParamError("model", "gives no classes: it is no classifier")
+    return pooling
+
+
+def check_text(value: object) -> str:
+    """Return a text of a pair; raise ParamError if it is anything else, such as token ids."""
+    if not isinstance(value, str):
+        raise ParamError("prompt", "must be a text if there is a second one")
+    return value
 
 
 def paired(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]:

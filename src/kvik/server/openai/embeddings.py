@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, cast
 
@@ -22,6 +22,7 @@ from kvik.server.openai.requests import (
     Name,
     Priority,
     Prompt,
+    SinglePrompt,
     Truncation,
     all_prompt_ids,
     kept_tokens,
@@ -30,8 +31,11 @@ from kvik.server.openai.requests import (
 from kvik.server.responses import LazyList, encode_in_chunks, offload, start_all, wait_for_outputs
 from kvik.server.route import caller_of, post, routes_of
 from kvik.server.server import Server
+from kvik.server.texts import Texts
 from kvik.server.unhonoured import Table
+from kvik.spec.pooling import PoolingSpec
 from kvik.text.pooled_inputs import (
+    PooledInput,
     check_dimensions,
     default_pooling,
     ids_input,
@@ -126,14 +130,8 @@ async def embeddings(server: Server, request: Request, body: EmbeddingRequest) -
         inputs = await all_prompt_ids(texts, prompts, body.add_special_tokens, keep)
     else:
         special = body.add_special_tokens is not False
-        make = partial(text_input, pooling=pooling, limit=keep, special=special)
-        inputs = {}
-        for field, prompt in prompts.items():
-            with rename_fields(prompt=field):
-                if isinstance(prompt, str):
-                    inputs[field] = (await texts.input(make, (before + prompt,), keep)).ids
-                else:
-                    inputs[field] = ids_input(pooling, prompt, keep).ids
+        pooled = await pooled_inputs(texts, prompts, pooling, keep, before, special=special)
+        inputs = {field: pooled_input.ids for field, pooled_input in pooled.items()}
     requests = [
         GenerationRequest(
             prompt_token_ids=ids,
@@ -161,6 +159,31 @@ async def embeddings(server: Server, request: Request, body: EmbeddingRequest) -
     )
     data = await offload(hidden * len(vectors), lambda: encode_in_chunks(answer))
     return Response(data, media_type="application/json")
+
+
+async def pooled_inputs(
+    texts: Texts,
+    prompts: Mapping[str, SinglePrompt],
+    pooling: PoolingSpec,
+    keep: int | None,
+    before: str,
+    *,
+    special: bool,
+) -> dict[str, PooledInput]:
+    """Return the model's input for each prompt, by its name in errors; see `text_input`.
+
+    Args:
+        before: text to put before texts.
+    """
+    make = partial(text_input, pooling=pooling, limit=keep, special=special)
+    inputs = {}
+    for field, prompt in prompts.items():
+        with rename_fields(prompt=field):
+            if isinstance(prompt, str):
+                inputs[field] = await texts.input(make, (before + prompt,), keep)
+            else:
+                inputs[field] = ids_input(pooling, prompt, keep)
+    return inputs
 
 
 def _base64(vector: Sequence[float]) -> str:

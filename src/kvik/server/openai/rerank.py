@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import SCORE
-from kvik.engine.output import finished_score
+from kvik.engine.output import activated
 from kvik.errors import ParamError
 from kvik.server.errors import rename_fields
 from kvik.server.generation import GenerationRequest
@@ -23,8 +23,9 @@ from kvik.server.openai.requests import DeadlineMs, Name, Priority, Truncation, 
 from kvik.server.responses import encode_in_chunks, offload, start_all, wait_for_outputs
 from kvik.server.route import caller_of, post, routes_of
 from kvik.server.server import Server
+from kvik.server.texts import Texts
 from kvik.server.unhonoured import Table
-from kvik.text.pooled_inputs import pair_input, paired, scoring
+from kvik.text.pooled_inputs import PooledInput, pair_input, paired, scoring
 
 NUMBERS_EACH = 64  # what a result weighs when it is written, in numbers
 
@@ -123,7 +124,7 @@ async def rerank(server: Server, request: Request, body: RerankRequest) -> Respo
     answer = RerankAnswer(
         id=f"rerank-{secrets.token_hex(16)}", model=model, results=results, usage=usage
     )
-    return await _written(answer, len(results))
+    return await written(answer, len(results))
 
 
 rerank_v2 = replace(rerank, path="/v2/rerank", note="As /v1/rerank.")
@@ -145,7 +146,7 @@ async def score(server: Server, request: Request, body: ScoreRequest) -> Respons
         data=[ScoreItem(i, value) for i, value in enumerate(scores)],
         usage=usage,
     )
-    return await _written(answer, len(scores))
+    return await written(answer, len(scores))
 
 
 async def _scores(
@@ -159,40 +160,83 @@ async def _scores(
     """Return the score of each pair.
 
     Args:
-        pairs: by their names in error messages. many: the field that holds them.
+        pairs: by their names in error messages.
+        pairs_field: the field that holds them.
     """
     pooling = scoring(server.engine.config.model.pooling)
-    if not pairs:
-        raise ParamError(pairs_field, "must not be empty")
-    if len(pairs) > MAX_INPUTS:
-        raise ParamError(pairs_field, f"at most {MAX_INPUTS} texts, not {len(pairs)}")
-    tenant = caller_of(request).tenant
-    server.generations.check_capacity(tenant, len(pairs), pairs_field)
+    tenant = check_number(server, request, pairs_field, len(pairs))
     keep = kept_tokens(server, body.truncate_prompt_tokens, num_output=0)
     make = partial(pair_input, pooling=pooling, instruction=body.instruction, limit=keep)
-    texts, requests, num_tokens = server.texts.of(tenant), [], 0
+    inputs = await pair_inputs(server.texts.of(tenant), pairs, make, keep)
+    outputs = await head_outputs(server, request, body, inputs, adapter)
+    scores = [activated(output, pooling.function)[0] for output in outputs]
+    return scores, usage_of(inputs)
+
+
+def check_number(server: Server, request: Request, field: str, count: int) -> str:
+    """Return the tenant of a request; raise if a body has no texts, or too many now or ever."""
+    if not count:
+        raise ParamError(field, "must not be empty")
+    if count > MAX_INPUTS:
+        raise ParamError(field, f"at most {MAX_INPUTS} texts, not {count}")
+    tenant = caller_of(request).tenant
+    server.generations.check_capacity(tenant, count, field)
+    return tenant
+
+
+async def pair_inputs(
+    texts: Texts,
+    pairs: Mapping[str, tuple[str, str]],
+    make: Callable[..., PooledInput],
+    keep: int | None,
+) -> dict[str, PooledInput]:
+    """Return the model's input for each pair of texts, by its name in error messages; for the other
+    arguments see `Texts.input`."""
+    inputs = {}
     for field, pair in pairs.items():
         with rename_fields(prompt=field):
-            encoded = await texts.input(make, pair, keep)
-        num_tokens += len(encoded.ids)
-        requests.append(
-            GenerationRequest(
-                prompt_token_ids=encoded.ids,
-                params=SamplingParams(max_tokens=None, adapter=adapter),
-                priority=body.priority or 0,
-                deadline_ms=body.deadline_ms,
-                pooling=SCORE,
-                second_text=encoded.second_text,
-                field=field,
-            )
+            inputs[field] = await texts.input(make, pair, keep)
+    return inputs
+
+
+class HeadFields(Protocol):
+    """Fields of a body that say when its texts are computed."""
+
+    priority: int | None
+    deadline_ms: int | None
+
+
+async def head_outputs(
+    server: Server,
+    request: Request,
+    body: HeadFields,
+    inputs: Mapping[str, PooledInput],
+    adapter: str,
+) -> list[list[float]]:
+    """Return what the head of the model returns for each input, in order."""
+    requests = [
+        GenerationRequest(
+            prompt_token_ids=encoded.ids,
+            params=SamplingParams(max_tokens=None, adapter=adapter),
+            priority=body.priority or 0,
+            deadline_ms=body.deadline_ms,
+            pooling=SCORE,
+            second_text=encoded.second_text,
+            field=field,
         )
+        for field, encoded in inputs.items()
+    ]
     generations = await start_all(server, request, requests)
-    outputs = await wait_for_outputs(request, generations)
-    scores = [finished_score(output.embedding or [0.0], pooling.function) for output in outputs]
-    return scores, EmbeddingUsage(num_tokens, num_tokens)
+    return [output.embedding or [0.0] for output in await wait_for_outputs(request, generations)]
 
 
-async def _written(answer: Struct, count: int) -> Response:
+def usage_of(inputs: Mapping[str, PooledInput]) -> EmbeddingUsage:
+    num_tokens = sum(len(encoded.ids) for encoded in inputs.values())
+    return EmbeddingUsage(num_tokens, num_tokens)
+
+
+async def written(answer: Struct, count: int) -> Response:
+    """Return an answer with this number of results."""
     data = await offload(NUMBERS_EACH * count, lambda: encode_in_chunks(answer))
     return Response(data, media_type="application/json")
 
