@@ -28,7 +28,7 @@ BUDGETS = {
     "nn": 7480,
     "planner": 5910,
     "quantize": 3270,
-    "server": 12690,
+    "server": 12730,
     "spec": 5570,
     "text": 4420,
     "training": 640,

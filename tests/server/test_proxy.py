@@ -25,11 +25,12 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from kvik.cli.main import main
-from kvik.server import health, proxy
+from kvik.server import health, proxy, upstreams
 from kvik.server.access import Hosts
 from kvik.server.app import openai_routes
-from kvik.server.proxy import MovedMark, Proxy, cached_share, piece_hashes, rendered
+from kvik.server.proxy import MovedMark, Proxy
 from kvik.server.route import CLOSE_EXTENSION, BodyLimits
+from kvik.server.routed_prompts import cached_share, piece_hashes, rendered
 from kvik.server.transfer import (
     MOVED_HEADER,
     MOVES_HEADER,
@@ -126,7 +127,7 @@ def in_front(
     urls: list[str], timeout: float = 30.0, clock: Clock = time.monotonic
 ) -> Iterator[tuple[HttpServer, Proxy]]:
     made = Proxy(urls, LOCAL, timeout, clock)
-    with http_server(made, start=made.start, close=made.close) as front:
+    with http_server(made, start=made.servers.start, close=made.servers.close) as front:
         yield front, made
 
 
@@ -263,7 +264,7 @@ def test_the_server_is_notified_of_a_disconnect():
             client.sendall(b"GET /v1/endless HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert client.recv(10)
         until(lambda: made.servers[0].listener.num_connections <= 1)
-        until(lambda: made.proxy.upstreams[0].unfinished == 0)
+        until(lambda: made.proxy.servers.listed[0].unfinished == 0)
 
 
 # -- routing -------------------------------------------------------------------------------------
@@ -278,7 +279,7 @@ def test_a_conversation_stays_where_it_is_and_others_spread(words: int):
             long, places = f"story {number} " * words, set()
             for turn in range(3):
                 places.add(made.post(long + "x" * turn).json["from"])
-                until(lambda: not any(one.unfinished for one in made.proxy.upstreams))
+                until(lambda: not any(one.unfinished for one in made.proxy.servers.listed))
             assert len(places) == 1
             seen |= places
             if len(seen) == 3:
@@ -306,7 +307,7 @@ def test_an_answer_that_forbids_a_retry_is_final(status: int):
 
 
 def test_every_server_that_has_not_begun_a_request_is_tried(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(proxy, "HEALTH_SECONDS", 3600.0)  # no look in between
+    monkeypatch.setattr(upstreams, "HEALTH_SECONDS", 3600.0)  # no look in between
 
     refuse, fail = replying(503), replying(502)
 
@@ -358,14 +359,14 @@ def test_requests_lost_later_are_not_retried():
 
 
 def test_without_servers_requests_fail_until_one_returns(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(proxy, "HEALTH_SECONDS", 0.02)
+    monkeypatch.setattr(upstreams, "HEALTH_SECONDS", 0.02)
     with site(Backend("a"), Backend("b")) as made:
         assert ask(made.front, "GET", "/health").status == 200
         made.backends[0].healthy = False
-        until(lambda: not made.proxy.upstreams[0].healthy)
+        until(lambda: not made.proxy.servers.listed[0].healthy)
         assert {made.post(f"{i}" * 600).json["from"] for i in range(8)} == {"b"}
         made.backends[1].healthy = False
-        until(lambda: not made.proxy.upstreams[1].healthy)
+        until(lambda: not made.proxy.servers.listed[1].healthy)
         found = made.post("x")
         assert found.status == 503 and "it rests" in found.error["message"]
         found = ask(made.front, "POST", "/v1/messages", {})
@@ -373,7 +374,7 @@ def test_without_servers_requests_fail_until_one_returns(monkeypatch: pytest.Mon
         assert found.headers["x-should-retry"] == "true"
         assert ask(made.front, "GET", "/health").status == 503
         made.backends[0].healthy = True
-        until(lambda: made.proxy.upstreams[0].healthy)
+        until(lambda: made.proxy.servers.listed[0].healthy)
         assert made.post("x").json["from"] == "a"
         state = ask(made.front, "GET", "/replicas").json["replicas"]
         assert [one["reason"] for one in state] == ["", "it rests"]
@@ -411,8 +412,8 @@ def test_over_two_servers_of_kvik():
             found = ask(front, "POST", "/v1/completions", {**body, "model": model})
             assert found.status == 200 and found.body.endswith(b"data: [DONE]\n\n")
         assert ask(front, "POST", "/v1/completions", {"prompt": 5, "model": model}).status == 400
-        assert [u.errors for u in made.upstreams] == [0, 0]
-        assert sum(u.requests for u in made.upstreams) == 5
+        assert [u.errors for u in made.servers.listed] == [0, 0]
+        assert sum(u.requests for u in made.servers.listed) == 5
 
 
 def test_a_stored_response_is_continued_where_it_is():
@@ -450,7 +451,7 @@ def test_a_stored_response_is_continued_where_it_is():
 
 
 def test_only_the_server_with_the_stored_response_is_asked(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(proxy, "HEALTH_SECONDS", 0.02)
+    monkeypatch.setattr(upstreams, "HEALTH_SECONDS", 0.02)
     overloaded = replying(503, (b"retry-after", b"7"))
     at_b, unknown = (f"resp_{name * 8}{'0' * 32}" for name in ("b", "9"))
     with site(
@@ -467,7 +468,7 @@ def test_only_the_server_with_the_stored_response_is_asked(monkeypatch: pytest.M
         assert len(holder.requests) == 5 and not prefill.requests
         assert made.proxy.retries == 0
         holder.healthy = False
-        until(lambda: not made.proxy.upstreams[1].healthy)
+        until(lambda: not made.proxy.servers.listed[1].healthy)
         reply = ask(made.front, "DELETE", f"/v1/responses/{at_b}")
         assert reply.status == 503 and "it rests" in reply.error["message"]
         assert len(holder.requests) == 5
@@ -608,19 +609,19 @@ def test_bad_words_are_one_error(capsys: pytest.CaptureFixture[str], words: list
 
 
 def test_it_waits_for_servers_that_start_with_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(proxy, "HEALTH_SECONDS", 0.05)
+    monkeypatch.setattr(upstreams, "HEALTH_SECONDS", 0.05)
     listening = socket.socket()  # refuses connections until the server listens
     listening.bind(("127.0.0.1", 0))
 
     async def wait() -> bool:
         made = Proxy([f"http://127.0.0.1:{listening.getsockname()[1]}"], LOCAL)
-        starting = asyncio.ensure_future(made.start())
+        starting = asyncio.ensure_future(made.servers.start())
         await asyncio.sleep(0.2)
         assert not starting.done()
         with http_server(Backend("a"), listening=listening):
             await starting
-            await made.close()
-        return made.upstreams[0].healthy
+            await made.servers.close()
+        return made.servers.listed[0].healthy
 
     assert asyncio.run(wait())
 
@@ -628,7 +629,7 @@ def test_it_waits_for_servers_that_start_with_it(monkeypatch: pytest.MonkeyPatch
 def test_a_missing_server_or_api_is_one_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(proxy, "START_SECONDS", 0.0)
+    monkeypatch.setattr(upstreams, "START_SECONDS", 0.0)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -651,11 +652,11 @@ def test_a_missing_server_or_api_is_one_error(
 
 
 def test_the_proxy_waits_for_a_server_that_loads_its_model(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(proxy, "HEALTH_SECONDS", 0.02)
+    monkeypatch.setattr(upstreams, "HEALTH_SECONDS", 0.02)
     with site(Backend("a", healthy=False)) as made:
         assert made.post("x").status == 503
         made.backends[0].healthy = True
-        until(lambda: made.proxy.upstreams[0].healthy)
+        until(lambda: made.proxy.servers.listed[0].healthy)
         assert made.post("x").status == 200
 
 
@@ -686,7 +687,7 @@ def test_a_prompt_is_computed_by_one_server_and_decoded_by_another():
         assert [json.loads(body) for _, body in prefill.requests] == [body]
         assert made.post("short").json["from"] == "d"
         assert made.proxy.prefills == len(prefill.requests) == 1
-        until(lambda: all(not one.unfinished for one in made.proxy.upstreams))
+        until(lambda: all(not one.unfinished for one in made.proxy.servers.listed))
         embed = {"model": "m", "input": "other " * 200}
         assert ask(made.front, "POST", "/v1/embeddings", embed).json["from"] == "d"
         assert len(prefill.requests) == 1
@@ -723,7 +724,7 @@ def test_incompatible_roles_are_reported_once(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(proxy, "HEALTH_SECONDS", 0.01)
+    monkeypatch.setattr(upstreams, "HEALTH_SECONDS", 0.01)
     asked = Counter[str]()
 
     @dataclass
@@ -751,9 +752,9 @@ def test_a_disconnect_ends_the_computation_of_a_prompt():
         with socket.create_connection(("127.0.0.1", made.front.port)) as client:
             client.sendall(head.encode() + body)
             until(lambda: prefill.requests)
-            assert made.proxy.upstreams[0].unfinished == 1
-        until(lambda: not made.proxy.upstreams[0].unfinished, 30)
-        assert not decode.requests and made.proxy.upstreams[0].healthy
+            assert made.proxy.servers.listed[0].unfinished == 1
+        until(lambda: not made.proxy.servers.listed[0].unfinished, 30)
+        assert not decode.requests and made.proxy.servers.listed[0].healthy
 
 
 def test_a_server_that_computes_prompts_answers_where_no_other_one_can():
@@ -856,14 +857,14 @@ def test_an_answer_continues_at_another_server_or_returns(
 ) -> None:
     first = Backend("a", giving(b"ticket", stream=stream))
     with site(first, Backend("b", taking(status))) as made:
-        made.proxy._router.set_available(1, False)  # the request goes to the first server
-        choose = made.proxy.choose
+        made.proxy.servers._router.set_available(1, False)  # the request goes to the first server
+        choose = made.proxy.servers.choose
 
         def chosen(request: Any, avoid: Any) -> Any:
-            made.proxy._router.set_available(1, True)
+            made.proxy.servers._router.set_available(1, True)
             return choose(request, avoid if avoid else [1])
 
-        made.proxy.choose = chosen
+        made.proxy.servers.choose = chosen
         answer = made.post("Where?", stream=stream)
         assert answer.status == 200
         assert answer.body == (b"data: 1\n\n" if stream else b"") + rest
@@ -871,7 +872,7 @@ def test_an_answer_continues_at_another_server_or_returns(
         assert header_of(taken[0][0], RESUMED_HEADER) == b"ticket"
         assert taken[0][1] == first.requests[0][1]
         assert made.proxy.moves == 1
-        until(lambda: not any(one.unfinished for one in made.proxy.upstreams))
+        until(lambda: not any(one.unfinished for one in made.proxy.servers.listed))
         url = made.servers[1].url
     warnings = [
         each.getMessage() for each in caplog.records if "cannot continue" in each.getMessage()
@@ -881,7 +882,7 @@ def test_an_answer_continues_at_another_server_or_returns(
 
 
 def test_a_request_finds_a_server_that_is_available_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy, "HEALTH_SECONDS", 3600.0)  # no look in between
+    monkeypatch.setattr(upstreams, "HEALTH_SECONDS", 3600.0)  # no look in between
     first, second = Backend("a", replying(503), healthy=False), Backend("b")
     with site(first, second) as made:
         assert made.post("x").json["from"] == "b"

@@ -81,7 +81,7 @@ async def _route(proxy: Proxy, listening: socket.socket) -> int:
     """Forward requests until a signal arrives; a second one does not wait for running answers."""
     stop = StopSignal()
     stop.listen()
-    starting = asyncio.ensure_future(proxy.start())
+    starting = asyncio.ensure_future(proxy.servers.start())
     stopping = asyncio.ensure_future(stop.requested.wait())
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
@@ -95,7 +95,7 @@ async def _route(proxy: Proxy, listening: socket.socket) -> int:
         await listener.start()
         host, port = listening.getsockname()[:2]
         name = f"[{host}]" if ":" in host else host
-        say(f"http://{name}:{port}/v1 in front of {len(proxy.upstreams)} servers", flush=True)
+        say(f"http://{name}:{port}/v1 in front of {len(proxy.servers.listed)} servers", flush=True)
         await stop.requested.wait()
         closing = asyncio.ensure_future(listener.close(SHUTDOWN_SECONDS))
         second_signal = asyncio.ensure_future(stop.repeated.wait())
@@ -104,5 +104,5 @@ async def _route(proxy: Proxy, listening: socket.socket) -> int:
             task.cancel()
         await asyncio.gather(closing, second_signal, return_exceptions=True)
     finally:
-        await proxy.close()
+        await proxy.servers.close()
     return 0
