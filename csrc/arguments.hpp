@@ -267,13 +267,14 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // heads, head_dim]; null: q itself. reach: 0, or a query sees up to this many keys before and after its own, where they
 // exist, and there is neither window nor tree. first_keys: null, or int32 [num_seqs]: the first key of each sequence
 // that any of its queries sees; then there is no window. chosen: null, or the keys that each token reads, as
-// `choose_keys` writes them: for each kv head, or with a stride of 0 for all heads together. slopes: null, or fp32
-// [heads]: slope * (position of the key - position of the query) is added to a capped score, where a query counts the
-// keys that it sees for its position on sink_keys; without reach.
+// `choose_keys` writes them: for each kv head, or with a stride of 0 for all heads together. biases: null, or
+// what is added to capped scores, fp32. bias_reach 0: slopes [heads], for slope * (position of the key - position of the
+// query), where a query counts the keys that it sees for its position on sink_keys; without reach. Else tables [heads, 1
+// + 2 * bias_reach], by that distance, from -bias_reach on; greater ones count as bias_reach; without sink_keys.
 #define KVIK_ARGS_attention(P, I, F)                                                     \
     P(q) I(q_stride) P(q_rope) I(q_rope_stride) I(value_dim) P(k_cache) P(v_cache) P(k_scales) P(v_scales) P(block_table)        \
     I(table_stride) P(query_start_loc) P(seq_lens) I(num_seqs) I(heads) I(kv_heads)      \
-    I(head_dim) I(block_size) I(window) I(chunked) I(reach) P(tree) F(scale) F(softcap) P(sinks) P(slopes) \
+    I(head_dim) I(block_size) I(window) I(chunked) I(reach) P(tree) F(scale) F(softcap) P(sinks) P(biases) I(bias_reach) \
     I(sink_keys) P(sink_q) I(sink_q_stride) P(first_keys) P(chosen)               \
     I(chosen_stride) I(chosen_head_stride) P(out) I(out_stride) I(out_dim)                                     \
     I(dtype) I(kv_dtype)

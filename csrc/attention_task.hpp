@@ -218,7 +218,7 @@ private:
             if (!apart && !see(tile, of_sinks, 0)) continue;
             for (int64_t h = 0; h < task->num_heads; h++) {
                 if (apart && !see(tile, of_sinks, task->head + h)) continue;
-                if (a.slopes) take_biases(task->head + h, tile, of_sinks);
+                if (a.biases) take_biases(task->head + h, tile, of_sinks);
                 const bool last = h + 1 == task->num_heads;
                 const Places places = places_of(strips, task->head + h);
                 const Places then = places_of(last ? next : strips, last ? task->head : task->head + h + 1);
@@ -248,10 +248,12 @@ private:
     }
 
     void take_biases(int64_t kv_head, int64_t tile, bool of_sinks) {
-        const float* slopes = static_cast<const float*>(a.slopes) + kv_head * group;
+        const int64_t reach = a.bias_reach, size = reach ? 1 + 2 * reach : 1;
+        const float* of_heads = static_cast<const float*>(a.biases) + kv_head * group * size;
         for (int64_t i = 0; i < task->num_queries; i++) {
             const int64_t after = tile - task->queries.position(task->query + i, of_sinks);
-            for (int64_t j = 0; j < group; j++) biases[i * group + j] = {slopes[j], int32_t(after)};
+            for (int64_t j = 0; j < group; j++)
+                biases[i * group + j] = {reach ? of_heads + j * size + reach : nullptr, of_heads[j], int32_t(after)};
         }
     }
 
@@ -324,6 +326,7 @@ private:
         unit.value_dim = a.value_dim;
         unit.scale = float(a.scale);
         unit.softcap = float(a.softcap);
+        unit.bias_reach = int32_t(a.bias_reach);
         unit.key_scales = unit.value_scales = nullptr;
         alignas(64) float key_scales[kTile], value_scales[kTile];
         unit.fetch = rows <= kThinRows;
@@ -377,7 +380,7 @@ private:
             }
         }
         for (int64_t r = 0; r < count; r += Format::kRows) {
-            unit.biases = a.slopes ? biases + (seen - visible) + r : nullptr;
+            unit.biases = a.biases ? biases + (seen - visible) + r : nullptr;
             attend_rows(unit, q + r * a.head_dim, seen + r, to + r * record_size,
                         count - r < Format::kRows ? count - r : Format::kRows, r == 0);
         }
@@ -407,7 +410,7 @@ private:
     Factor *factors, *sink_factors;
     // Of each row in the current tile.
     uint64_t* visible;
-    Bias* biases;  // with slopes
+    Bias* biases;  // where scores have any
     // Of a tree: a tile of the cache as a node finds it, and the rows packed node by node.
     Stored *path_keys, *path_values;
     uint16_t *path_key_words, *path_value_words;

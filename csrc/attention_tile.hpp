@@ -89,11 +89,24 @@ struct Record {
     }
 };
 
-// What is added to the scores of a row: slope * (after + i) for key i of the tile.
+// What is added to the scores of a row: slope * (after + i) for key i of the tile; or with a table, the number for
+// that distance, the table's middle being that for 0.
 struct Bias {
+    const float* table;  // or null
     float slope;
     int32_t after;  // the first key's position minus the query's
 };
+
+// The numbers of a table for keys at distances from `first` on; beyond the table, its first or last one.
+KVIK_INLINE F32 numbers_at(const Bias& bias, int32_t first, int32_t reach) {
+    if (first >= -reach && first + kLanes - 1 <= reach) return load(bias.table + first);
+    alignas(64) float numbers[kLanes];
+    for (int32_t i = 0; i < kLanes; i++) {
+        const int32_t distance = first + i;
+        numbers[i] = bias.table[distance < -reach ? -reach : distance > reach ? reach : distance];
+    }
+    return load(numbers);
+}
 
 // The keys and values of one kv head in a tile.
 template <class Format>
@@ -111,6 +124,7 @@ struct Unit {
     float scale;
     float softcap;  // 0: none
     const Bias* biases;  // of the rows; null without
+    int32_t bias_reach;  // the largest distance in their tables
     bool adjusts() const { return softcap != 0.0f || biases; }
     int64_t head_dim, value_dim;
 };
@@ -175,7 +189,8 @@ __attribute__((noinline)) void adjust_scores(const Unit<Format>& unit, float (*s
             if (unit.biases) {
                 const Bias& bias = unit.biases[r];
                 const F32 distance = to_float(iadd(iload(numbers), ibroadcast(bias.after + n)));
-                score = fma(distance, broadcast(bias.slope), score);
+                score = bias.table ? add(score, numbers_at(bias, bias.after + n, unit.bias_reach))
+                                   : fma(distance, broadcast(bias.slope), score);
             }
             store(scores[r] + n, score);
         }

@@ -48,6 +48,7 @@ struct Queries {
 
     // The position of a query, relative to which its keys have theirs. Sinks are followed by the window.
     int64_t position(int64_t query, bool of_sinks) const {
+        if (reach) return cached + query;
         const int64_t last = end_key(query) - 1;
         return of_sinks && last >= window + sinks ? window + sinks - 1 : last;
     }

@@ -75,12 +75,72 @@ def test_vectors_equal_those_of_transformers(tmp_path, name, kernels):
                 torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
+def test_keys_of_published_files(tmp_path):
+    """Those of NomicBERT, and what its other variants would need."""
+    model = save_encoder(tmp_path, "NomicBertModel")
+    names = {
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+        "intermediate_size": "n_inner",
+        "num_hidden_layers": "n_layer",
+        "max_position_embeddings": "n_positions",
+        "layer_norm_eps": "layer_norm_epsilon",
+    }
+    config = json.loads((tmp_path / "config.json").read_text())
+    older = {new: config[key] for key, new in names.items()} | dict.fromkeys(names)
+    change_config(
+        tmp_path,
+        **older,
+        rope_parameters=None,
+        rotary_emb_base=1000,
+        activation_function="swiglu",
+        prenorm=False,
+    )
+    with LLM(str(tmp_path), **COMMON) as llm:
+        found = torch.tensor(llm.embed(PROMPTS[2], "mean", normalize=False)[0].embedding)
+    wanted = hidden_states(model, PROMPTS[2]).mean(0)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    for key, value in {
+        "prenorm": True,
+        "moe_every_n_layers": 2,
+        "rotary_scaling_factor": 2,
+    }.items():
+        before = (tmp_path / "config.json").read_text()
+        change_config(tmp_path, **{key: value})
+        with pytest.raises(ModelError, match=f"{key}: must be"):
+            LLM(str(tmp_path), **COMMON)
+        (tmp_path / "config.json").write_text(before)
+
+
+def test_positions_of_published_files_of_gte(tmp_path):
+    """Their scaling is one of the base and one of all frequencies."""
+    rope = {"rope_type": "linear", "rope_theta": 8 * 20_000.0, "factor": 8 ** (2 / 16)}
+    model = save_encoder(tmp_path, "GteModel", rope_parameters=rope)
+    change_config(
+        tmp_path,
+        architectures=["NewModel"],
+        model_type="new",
+        rope_parameters=None,
+        rope_theta=20_000,
+        rope_scaling={"type": "ntk", "factor": 8.0},
+        logn_attention_scale=False,
+        position_embedding_type="rope",
+    )
+    with LLM(str(tmp_path), **COMMON) as llm:
+        found = torch.tensor(llm.embed(PROMPTS[4], "cls", normalize=False)[0].embedding)
+    wanted = hidden_states(model, PROMPTS[4])[0]
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    change_config(tmp_path, position_embedding_type="absolute")
+    with pytest.raises(ModelError, match="position_embedding_type: must be rope"):
+        LLM(str(tmp_path), **COMMON)
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", RERANKERS)
 def test_scores_equal_those_of_transformers(tmp_path, name, kernels):
     """Also of pairs whose second text has type 1, with the logits that files select."""
     model = save_encoder(tmp_path, name)
-    typed = name.startswith("Bert")
+    typed = name.startswith(("Bert", "Electra"))
     save_tokenizer(tmp_path, typed=typed)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(typed=typed))
     queries, documents = [words(5), words(9, 1), words(40, 2)], [words(n, n) for n in (3, 60, 70)]

@@ -14,7 +14,7 @@ from pathlib import Path
 SOURCES = Path(__file__).parents[1] / "src"
 # Lines of Python with comments and docstrings, of 2026-12-01. "": files outside folders.
 BUDGETS = {
-    "attention": 2710,
+    "attention": 2730,
     "cli": 5270,
     "config": 5670,
     "core": 6520,
@@ -24,12 +24,12 @@ BUDGETS = {
     "kernels": 11980,
     "kvik_bench": 9790,
     "lang": 660,
-    "models": 10070,
-    "nn": 7480,
+    "models": 10420,
+    "nn": 7540,
     "planner": 5910,
     "quantize": 3270,
     "server": 12730,
-    "spec": 5570,
+    "spec": 5580,
     "text": 4420,
     "training": 640,
     "worker": 13010,

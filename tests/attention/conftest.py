@@ -111,6 +111,12 @@ class Step:
                 if (slopes := self.spec.slopes) is not None:
                     far = _distances(context - new, nodes, new, window)
                     scores = scores + slopes[head].double() * far
+                if (table := self.spec.distances) is not None:
+                    reach = table.shape[1] // 2
+                    for query in range(new):
+                        for key in range(context):
+                            place = reach + max(-reach, min(reach, key - query))
+                            scores[query, key] += table[head, place].double()
                 scores = torch.where(visible, scores, -torch.inf)
                 if (sinks := self.spec.sinks) is not None:
                     scores = torch.cat((scores, sinks[head].double().expand(new, 1)), 1)

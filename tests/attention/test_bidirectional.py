@@ -35,6 +35,19 @@ def test_heads_of_register_tiles(backend, make_step, dim, reach):
     )
 
 
+@pytest.mark.parametrize("reach", [5, FAR])
+@pytest.mark.parametrize("table", [1, 20, 130])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_depend_on_distances(backend, make_step, reach, table, dtype):
+    step = make_step(LENGTHS, 16, 4, 2, dim=32, dtype=dtype)
+    distances = torch.randn(4, 1 + 2 * table, generator=torch.Generator().manual_seed(table)) * 3
+    step = replace(step, spec=AttentionSpec(0.25, bidirectional=reach, distances=distances))
+    eps = torch.finfo(torch.bfloat16).eps if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(
+        step.run(backend).double(), step.expected(), rtol=3 * eps, atol=3 * eps
+    )
+
+
 def test_triton_refuses_it():
     pytest.importorskip("triton")
     with pytest.raises(ConfigError, match="'triton' has no bidirectional attention"):

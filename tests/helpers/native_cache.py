@@ -154,6 +154,7 @@ def attend(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     *,
+    distances: Tensor | None = None,
     reach: int = 0,
     negated: bool = False,
 ) -> list[Tensor]:
@@ -202,7 +203,8 @@ def attend(
         scale=scale,
         softcap=softcap,
         sinks=sinks,
-        slopes=slopes,
+        biases=slopes if distances is None else distances,
+        bias_reach=0 if distances is None else distances.shape[1] // 2,
         sink_keys=seen.sinks if seen else 0,
         sink_q=-padded if negated else None,
         sink_q_stride=padded.stride(0),

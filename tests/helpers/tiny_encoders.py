@@ -23,6 +23,8 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 ROBERTA = {"max_position_embeddings": 130, "pad_token_id": 1, "type_vocab_size": 1}
+DISTIL = {"dim": 32, "hidden_dim": 56, "n_layers": 3, "n_heads": 2}
+MPNET = {"max_position_embeddings": 130, "pad_token_id": 1}
 MODERN = {
     "num_hidden_layers": 4,
     "global_attn_every_n_layers": 2,
@@ -50,6 +52,17 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "RobertaForMaskedLM": ROBERTA,
     "XLMRobertaModel": ROBERTA,
     "XLMRobertaForMaskedLM": ROBERTA,
+    "CamembertModel": ROBERTA,
+    "CamembertForMaskedLM": ROBERTA,
+    "DistilBertModel": DISTIL,
+    "DistilBertForMaskedLM": DISTIL,
+    "ElectraModel": {"embedding_size": 32},
+    "MPNetModel": MPNET,
+    "MPNetForMaskedLM": MPNET,
+    "NomicBertModel": {},
+    "NomicBertForMaskedLM": {},
+    "GteModel": {},
+    "GteForMaskedLM": {"type_vocab_size": 0},
     "ModernBertModel": MODERN,
     "ModernBertForMaskedLM": MODERN,
     "Gemma3TextModel": EMBEDDING_GEMMA,
@@ -58,6 +71,11 @@ RERANKERS: dict[str, dict[str, Any]] = {
     "BertForSequenceClassification": {},
     "RobertaForSequenceClassification": ROBERTA,
     "XLMRobertaForSequenceClassification": ROBERTA,
+    "CamembertForSequenceClassification": ROBERTA,
+    "DistilBertForSequenceClassification": DISTIL,
+    "ElectraForSequenceClassification": {"embedding_size": 32},
+    "MPNetForSequenceClassification": MPNET,
+    "GteForSequenceClassification": {},
     "ModernBertForSequenceClassification": MODERN | {"classifier_pooling": "mean"},
 }
 # The same with several labels, and decoders of several families.

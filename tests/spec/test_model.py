@@ -378,8 +378,15 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_s
 SHARED = {"shared_expert_intermediate_size": 16}
 
 
+ELECTRA = {"embedding_size": 32}
+DISTILBERT = {"dim": 32, "hidden_dim": 48, "n_layers": 4, "n_heads": 4}
 # Keys that some architectures need in addition to the others.
 OWN_KEYS: dict[str, dict[str, Any]] = {
+    "ElectraModel": ELECTRA,
+    "ElectraForSequenceClassification": ELECTRA,
+    "DistilBertModel": DISTILBERT,
+    "DistilBertForMaskedLM": DISTILBERT,
+    "DistilBertForSequenceClassification": DISTILBERT,
     "DeepseekV4ForCausalLM": {"o_groups": 2},
     "GPT2LMHeadModel": PUBLIC["gpt2"],
     "OpenAIGPTLMHeadModel": PUBLIC["GPT"],

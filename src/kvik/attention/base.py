@@ -84,6 +84,7 @@ NAMED_OPTIONS = {
     "softcap": "softcap",
     "sinks": "sinks",
     "slopes": "ALiBi",
+    "distances": "biases of distances",
     "bidirectional": "bidirectional attention",
 }
 OPTIONS = frozenset(NAMED_OPTIONS)
@@ -112,13 +113,18 @@ class AttentionSpec:
     # slope * (j - p) added (ALiBi, Press et al. 2021, arXiv 2108.12409, section 3). For sinks of a
     # window, p counts the keys that the query sees. None: nothing is added. Not bidirectional.
     slopes: Tensor | None = None
+    # [heads, 1 + 2 n] fp32: in an encoder, a capped score of the key at position j and the query at
+    # position p gets number n + j - p added, greater distances counting as n (T5, Raffel et al.
+    # 2020, section 2.1). None: nothing is added.
+    distances: Tensor | None = None
 
     def of_heads(self, heads: slice) -> AttentionSpec:
         """Return what some of the heads compute."""
-        sinks, slopes = (
-            None if of_all is None else of_all[heads] for of_all in (self.sinks, self.slopes)
+        sinks, slopes, distances = (
+            None if of_all is None else of_all[heads]
+            for of_all in (self.sinks, self.slopes, self.distances)
         )
-        return replace(self, sinks=sinks, slopes=slopes)
+        return replace(self, sinks=sinks, slopes=slopes, distances=distances)
 
     @property
     def options(self) -> frozenset[str]:

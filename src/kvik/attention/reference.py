@@ -91,6 +91,8 @@ class ReferenceAttention(AttentionBackend):
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
         if spec.slopes is not None:
             scores = scores + spec.slopes[:, None, None] * distance
+        if spec.distances is not None:
+            scores = scores + distance_biases(spec.distances, distance)
         scores = scores.masked_fill(~visible, -torch.inf)
         if spec.sinks is not None:
             learned = spec.sinks[:, None, None].expand(heads, len(q), 1)
@@ -105,6 +107,16 @@ class ReferenceAttention(AttentionBackend):
         Args:
             weights: [heads, queries, keys]. visible: [queries, keys] bool.
         """
+
+
+def distance_biases(table: Tensor, distance: Tensor) -> Tensor:
+    """Return what is added to scores, [heads, queries, keys], by `AttentionSpec.distances`.
+
+    Args:
+        distance: from query to key, [queries, keys].
+    """
+    reach = table.shape[1] // 2
+    return table[:, distance.clamp(-reach, reach) + reach]
 
 
 def within_reach(reach: int, length: int, context: int) -> Tensor:

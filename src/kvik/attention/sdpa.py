@@ -34,7 +34,7 @@ from kvik.attention.base import (
     read_both,
 )
 from kvik.attention.layout import StepLayout
-from kvik.attention.reference import ReferenceAttention, within_reach
+from kvik.attention.reference import ReferenceAttention, distance_biases, within_reach
 from kvik.kernels.ops import Ops
 from kvik.kernels.upload import upload
 from kvik.spec.visible_keys import Window, first_visible
@@ -181,7 +181,7 @@ class SdpaAttention(AttentionBackend):
 
     def run(self, attend: Attend) -> Tensor:
         window = attend.metadata.window
-        if attend.spec.options == {"bidirectional"}:
+        if attend.spec.options - {"distances"} == {"bidirectional"}:
             return self._bidirectional(attend)
         if attend.spec.options or (window is not None and window.sinks):
             return self._reference.run(attend)
@@ -212,10 +212,16 @@ class SdpaAttention(AttentionBackend):
         """Attend among the tokens of the step, which has whole sequences."""
         (q, k), v, reach = attend.turned(self._ops), attend.v, attend.spec.bidirectional
         assert k is not None and v is not None and reach is not None
-        parts, start = [], 0
+        parts, start, table = [], 0, attend.spec.distances
         for length in attend.metadata.layout.num_scheduled:
             part = slice(start, start + length)
             mask = within_reach(reach, length, length).to(q.device) if reach < length - 1 else None
+            if table is not None:
+                position = torch.arange(length, device=q.device)
+                biases = distance_biases(table, position - position[:, None]).to(q.dtype)
+                if mask is not None:
+                    biases = biases.masked_fill(~mask, -torch.inf)
+                mask = biases.unflatten(0, (k.shape[1], -1))  # [kv_heads, group, queries, keys]
             parts.append(self._prefill(q[part], k[part], v[part], mask, attend.spec.scale, False))
             start += length
         return torch.cat(parts)

@@ -62,7 +62,7 @@ class TritonAttention(AttentionBackend):
         name="triton",
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        options=OPTIONS - {"bidirectional"},
+        options=OPTIONS - {"bidirectional", "distances"},
     )
 
     def __init__(self, ops: Ops, prompts: FreshPrompts | None = None) -> None:

@@ -38,6 +38,7 @@ class GroupedQueryAttention:
         by_head, shards, gated, full_rows: as in `LayerBuilder.heads`.
         sinks: each head has a learned score in the softmax without a key or value.
         sink_name: of these scores.
+        distances: biases of scores, as `LayerBuilder.distances` returns them; None: none.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class GroupedQueryAttention:
         full_rows: bool = False,
         sinks: bool = False,
         sink_name: str = SINKS,
+        distances: Tensor | None = None,
     ) -> None:
         hidden, facts, inner = spec.hidden_size, spec.layers[layer], builder.at(scope)
         heads, (kv_heads, dim) = spec.query_heads(facts), spec.heads(facts)
@@ -87,6 +89,7 @@ class GroupedQueryAttention:
             softcap=spec.scales.attention_cap,
             sinks=heads if sinks else 0,
             sink_name=sink_name,
+            distances=distances,
         )
         width = heads * spec.value_dim(facts)
         self.o = inner.linear(o, width, hidden, bias=spec.o_bias, role="o")
@@ -167,13 +170,15 @@ def feed_forward(
     gate_up: tuple[str, ...] = GATE_UP,
     down: str = "down_proj",
     activation: str = "silu_and_mul",
+    up_first: bool = False,
+    down_bias: bool | None = None,
 ) -> FeedForward:
     """Return the MLP of a layer, or its routed experts.
 
     Args:
         scope: of the MLP or the experts.
         names: of the experts in it.
-        gate_up, down, activation: of the MLP, as in `LayerBuilder.gated_mlp`.
+        gate_up, down, activation, up_first, down_bias: of the MLP, as in `LayerBuilder.gated_mlp`.
     """
     experts, inside = spec.layers[layer].experts, builder.at(scope)
     if experts is not None:
@@ -186,6 +191,8 @@ def feed_forward(
         down=down,
         activation=activation,
         limit=spec.layers[layer].limit,
+        up_first=up_first,
+        down_bias=down_bias,
     )
 
 
@@ -361,6 +368,7 @@ class Decoder:
         names: of the embedding, the layers, the last norm and the head; "": no such norm or head.
         make_positions: makes the table of learned positions; None: none.
         embed_norm: name of the norm of embeddings; "": none.
+        types: name of a table of token types, of which the first is added to embeddings; "": none.
     """
 
     def __init__(
@@ -373,6 +381,7 @@ class Decoder:
         names: tuple[str, str, str, str] = NAMES,
         make_positions: MakePositions | None = None,
         embed_norm: str = "",
+        types: str = "",
     ) -> None:
         embed, layers, last, head = names
         trunk = builder.at(*scopes)
@@ -383,6 +392,7 @@ class Decoder:
             tied=spec.tie_word_embeddings and head != "",
             bias=spec.head_bias,
             scale=spec.scales.embedding,
+            types=(types, spec.token_types),
         )
         self.positions = None if make_positions is None else make_positions(spec, trunk)
         self.embed_norm = layer_norms(spec, trunk)(embed_norm) if embed_norm else None

@@ -134,7 +134,7 @@ class ModelSpec(ModelFacts):
             scales=ModelScales() if arch.scales is None else arch.scales(fields),
             wiring="" if arch.wiring is None else arch.wiring(fields),
             skipped_positions=skipped,
-            token_types=fields.integer("type_vocab_size", 1, MAX_TYPES, 1),
+            token_types=fields.integer("type_vocab_size", int(not arch.rotary), MAX_TYPES, 1),
             pooling=None if arch.pooled is None else arch.pooled(fields, hidden, eps),
         )
         for rope, width in spec.rotations:

@@ -321,6 +321,8 @@ class Builder(LayerBuilder):
         activation: Activation = "silu_and_mul",
         sparsity: float = 0.0,
         limit: float = 0.0,
+        up_first: bool = False,
+        down_bias: bool | None = None,
     ) -> MLP:
         """Return the MLP of gate, up and down projections in this scope.
 
@@ -328,8 +330,10 @@ class Builder(LayerBuilder):
             names: of gate and up, or of one layer for both.
             down: name of the down projection.
             sparsity, limit: as in `LayerSpec`; with a limit the activation is SiLU.
+            up_first, down_bias: as in `MLPShape`.
         """
         shape, builder = MLPShape(names, down, hidden, inner, bias), self._feed_forward
+        shape = replace(shape, up_first=up_first, down_bias=down_bias)
         if limit:
             return builder.limited(shape, limit)
         if sparsity:
@@ -417,10 +421,26 @@ class Builder(LayerBuilder):
             self.parameters.declare(other, sums[:, 0], "matrix", partial(_add_types, sums))
         return Embedding(self.ops, table[skipped:])
 
-    def _table(self, name: str, rows: int, hidden: int, skipped: int = 0) -> Embedding:
-        full = self._name(f"{name}.weight")
-        table = self.parameters.tensor(full, (skipped + rows, hidden), "matrix", self.dtype)
-        return Embedding(self.ops, table[skipped:])
+    def _table(
+        self,
+        name: str,
+        rows: int,
+        hidden: int,
+        skipped: int = 0,
+        types: tuple[str, int] = NO_TYPES,
+    ) -> Embedding:
+        (kinds, count), full = types, self._name(f"{name}.weight")
+        if not kinds:
+            table = self.parameters.tensor(full, (skipped + rows, hidden), "matrix", self.dtype)
+            return Embedding(self.ops, table[skipped:])
+        table = self.storage.tensor(full, (rows, hidden), self.dtype, self.device)
+        if not self.storage.names:
+            table.zero_()
+            self.parameters.declare(full, table, "matrix", partial(_add_positions, table[None]))
+            stored = torch.empty(count, hidden, device="meta")
+            other = self._name(f"{kinds}.weight")
+            self.parameters.declare(other, stored, "matrix", partial(_add_first, table))
+        return Embedding(self.ops, table)
 
     def token_embedding(
         self,
@@ -431,6 +451,7 @@ class Builder(LayerBuilder):
         tied: bool,
         bias: bool = False,
         scale: float = 1.0,
+        types: tuple[str, int] = NO_TYPES,
     ) -> TokenTable:
         """Return the embedding of tokens.
 
@@ -438,6 +459,8 @@ class Builder(LayerBuilder):
             tied: the head has the same matrix.
             bias: of the head.
             scale: of the vectors; it is rounded to the dtype.
+            types: name and rows of a table of token types, of which the first one is added to each
+                vector of a table that is not tied.
         """
         stage = self._stage
         if stage is not None and not (stage.embeds or (stage.last and tied)):
@@ -449,7 +472,7 @@ class Builder(LayerBuilder):
         stored_as_matrix = self._name(name) in self.storage.names
         scheme = self.parameters.embedding_scheme(self._name(name))
         if not tied and scheme is None and not stored_as_matrix:
-            plain = self._table(name, vocab, hidden)
+            plain = self._table(name, vocab, hidden, types=types)
             return Embedding(self.ops, plain.table, scale)
         return self._embedding_matrix(name, LinearShape(hidden, vocab), tied, scale, tied and bias)
 
@@ -633,6 +656,7 @@ class Builder(LayerBuilder):
         softcap: float | None = None,
         sinks: int = 0,
         sink_name: str = SINKS,
+        distances: Tensor | None = None,
     ) -> Attention:
         """Return the attention of a layer.
 
@@ -643,6 +667,7 @@ class Builder(LayerBuilder):
             softcap: as in `AttentionSpec`.
             sinks: number of heads with a learned sink; 0: none.
             sink_name: of the sinks.
+            distances: as in `AttentionSpec`.
 
         Raises:
             ConfigError: the attention backend does not support it.
@@ -663,7 +688,15 @@ class Builder(LayerBuilder):
         scale = head_dim**-0.5 if scale is None else scale
         local_heads = self._scope in self.declared.heads
         spec = AttentionSpec(
-            scale, head_norms, softcap, learned, local_heads, bidirectional, facts.value_dim, alibi
+            scale,
+            head_norms,
+            softcap,
+            learned,
+            local_heads,
+            bidirectional,
+            facts.value_dim,
+            alibi,
+            distances,
         )
         self.backend.caps.check(spec)
         q_rope = None
@@ -684,6 +717,19 @@ class Builder(LayerBuilder):
         if window is not None and window.sinks and rope is not None:
             sink_rope = self._ropes[rope, head_dim]
         return Attention(self.backend, position, group, spec, q_rope, sink_rope, facts.index)
+
+    def distances(self, name: str, buckets: int, heads: int, places: Sequence[int]) -> Tensor:
+        """Return `AttentionSpec.distances`, which layers share, from a table [buckets, heads] of
+        the checkpoint.
+
+        Args:
+            places: row of the table for each distance.
+        """
+        full, rows = self._name(f"{name}.weight"), torch.tensor(places)
+        table = self.storage.tensor(full, (heads, len(places)), torch.float32, self.device)
+        stored = torch.empty(buckets, heads, device="meta")
+        self.parameters.declare(full, stored, "matrix", partial(_fill_distances, table, rows))
+        return table
 
     def latent_attention(
         self,
@@ -1062,6 +1108,18 @@ def _add_positions(sums: Tensor, first: int, values: Tensor) -> None:
 def _add_types(sums: Tensor, first: int, values: Tensor) -> None:
     """Add values [n, hidden], from type `first`, to sums [types, positions, hidden]."""
     sums[first : first + len(values)].add_(values.to(sums)[:, None])
+
+
+def _add_first(table: Tensor, first: int, values: Tensor) -> None:
+    """Add values [n, hidden] of types from `first`, of which only type 0 counts, to a table."""
+    if first == 0:
+        table.add_(values[0].to(table))
+
+
+def _fill_distances(table: Tensor, rows: Tensor, first: int, values: Tensor) -> None:
+    """Take values [n, heads] of rows from `first`, for table [heads, distances]."""
+    for row, of_heads in enumerate(values.to(table), first):
+        table[:, rows == row] = of_heads[:, None]
 
 
 def _fill_heads(target: Tensor, places: Tensor, first: int, values: Tensor) -> None:

@@ -43,6 +43,8 @@ class MLPShape:
     inner: int
     bias: bool
     transposed: bool = False  # float weights are stored [inputs, outputs]
+    up_first: bool = False  # one layer has the rows of up before those of gate
+    down_bias: bool | None = None  # of down; None: as `bias`
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,8 @@ class FeedForwardBuilder:
         transposed = shape.transposed or mixed
         shapes = [LinearShape(shape.hidden, rows // len(names), transposed)] * len(names)
         places = gate_then_up(rows) if mixed else None
+        if shape.up_first:
+            places = torch.arange(rows).roll(inner)
         between = self._channels(inner, shape.down) if divisible else None
         up = self.parameters.linear(
             LayerNames(self.scope, names),
@@ -88,7 +92,7 @@ class FeedForwardBuilder:
         down = self.parameters.linear(
             LayerNames(self.scope, (shape.down,)),
             [LinearShape(inner, shape.hidden, transposed)],
-            bias=shape.bias,
+            bias=shape.bias if shape.down_bias is None else shape.down_bias,
             expert=expert,
             between=None if between is None else replace(between, read=True),
         )

@@ -215,11 +215,14 @@ class LayerBuilder:
         activation: Any = "silu_and_mul",
         sparsity: float = 0.0,
         limit: float = 0.0,
+        up_first: bool = False,
+        down_bias: bool | None = None,
     ) -> FeedForward:
         widths = (2 * inner // len(names),) * len(names)
         clamped = limit > 0 or activation in CLAMPED
         self._gate_up(names, hidden, widths, bias, "gate_up", clamped)
-        return self.linear(down, inner, hidden, bias=bias, role="down")
+        biased = bias if down_bias is None else down_bias
+        return self.linear(down, inner, hidden, bias=biased, role="down")
 
     def _gate_up(
         self,
@@ -329,7 +332,11 @@ class LayerBuilder:
         tied: bool,
         bias: bool = False,
         scale: float = 1.0,
+        types: tuple[str, int] = NO_TYPES,
     ) -> TokenTable:
+        kinds, count = types
+        if kinds:
+            self._other(f"{kinds}.weight", count * hidden, (count, hidden))
         table = DeclaredTable("embedding", self._name(name), vocab, hidden, tied)
         self._listed.tables.append(table)
         return ListedLayer(table)
@@ -416,9 +423,14 @@ class LayerBuilder:
         softcap: float | None = None,
         sinks: int = 0,
         sink_name: str = SINKS,
+        distances: Any = None,
     ) -> AttentionLayer:
         if sinks:
             self._other(sink_name, sinks)
+        return _LISTED
+
+    def distances(self, name: str, buckets: int, heads: int, places: Sequence[int]) -> Any:
+        self._other(f"{name}.weight", buckets * heads, (buckets, heads))
         return _LISTED
 
     def latent_attention(

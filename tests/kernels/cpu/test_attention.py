@@ -97,9 +97,10 @@ class Sequences:
         sinks: Tensor | None = None,
         slopes: Tensor | None = None,
         negated: int = 0,
+        added: Tensor | None = None,
     ) -> Tensor:
         """Return [queries, heads, head_dim] in float64; visible: [queries, end]; negated: scores of
-        the first keys are multiplied by -1."""
+        the first keys are multiplied by -1; added: to scores, [heads, queries, end]."""
         k, v = cache.load(runtime, self.slots(i, 0, end), F32)
         k, v = (x.double().repeat_interleave(self.heads // self.kv_heads, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", self.q[i][begin:end].double(), k) * self.scale
@@ -109,6 +110,8 @@ class Sequences:
         if slopes is not None:
             distance = torch.arange(end) - torch.arange(begin, end)[:, None]
             scores = scores + slopes.double()[:, None, None] * distance
+        if added is not None:
+            scores = scores + added.double()
         scores = scores.masked_fill(~visible, -torch.inf)
         if sinks is not None:
             column = sinks.double()[:, None, None].expand(-1, end - begin, 1)
@@ -224,6 +227,24 @@ def test_queries_see_keys_on_both_sides(runtime, reach: int, dtype, kv_dtype) ->
         assert_near(found[i], s.expected(runtime, cache, i, 0, context, visible))
         (alone,) = attend(runtime, cache, parts[i : i + 1], s.scale, reach=reach)
         assert_same_bits(alone, found[i])
+
+
+@dtypes
+@pytest.mark.parametrize("size", [3, 70])
+@pytest.mark.parametrize("runtime", of_each_kind(runtimes((1, 5))))
+def test_scores_depend_on_distances(runtime, size: int, dtype, kv_dtype) -> None:
+    contexts = [1, 37, 150, 600]
+    s = Sequences(contexts, dtype=dtype, kv_dtype=kv_dtype)
+    cache = s.filled(runtime)
+    parts = [s.part(i, 0, context) for i, context in enumerate(contexts)]
+    table = torch.randn(s.heads, 1 + 2 * size, generator=torch.Generator().manual_seed(size))
+    found = attend(runtime, cache, parts, s.scale, distances=table, reach=1000)
+    for i, context in enumerate(contexts):
+        at = torch.arange(context)
+        far = (at - at[:, None]).clamp(-size, size) + size
+        visible = torch.ones(context, context, dtype=torch.bool)
+        expected = s.expected(runtime, cache, i, 0, context, visible, added=table[:, far])
+        assert_near(found[i], expected)
 
 
 @dtypes
