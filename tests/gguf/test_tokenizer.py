@@ -216,7 +216,7 @@ SCORED = {
     ("values", "message"),
     [
         ({}, "tokenizer.ggml.model: is missing"),
-        (SMALL | {"tokenizer.ggml.model": "bert"}, "must be gpt2 or llama or gemma4, not 'bert'"),
+        (SMALL | {"tokenizer.ggml.model": "rwkv"}, "must be gpt2 or .* or t5, not 'rwkv'"),
         (SMALL | {"tokenizer.ggml.pre": "hawk"}, "pre: must be one of default, gpt-2.*'hawk'"),
         (SMALL | {"tokenizer.ggml.tokens": ["a", "b", "a"]}, "tokens: holds 'a' twice"),
         (SMALL | {"tokenizer.ggml.tokens": [1, 2]}, "tokens: must be an array of strings"),

@@ -232,10 +232,11 @@ NEEDED: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2},
     "Gemma3TextModel": {"use_bidirectional_attention": True},
+    "ElectraModel": {"embedding_size": 256},
 }
 # These need another number of labels, are unknown to transformers, are no text models, or need
 # rotary positions or null.
-OTHERS = ("SequenceClassification", "MiMo", "Mistral3", "Compass")
+OTHERS = ("SequenceClassification", "MiMo", "Mistral3", "Compass", "NewModel")
 
 
 @pytest.mark.full

@@ -141,8 +141,9 @@ def gguf_family(spec: ModelSpec) -> Architecture:
     Raises:
         ModelError: GGUF has no name for this model that kvik can read back.
     """
-    if spec.family.gguf is None:
-        names = ", ".join(name for name, row in ARCHITECTURES.items() if row.gguf is not None)
+    if spec.family.gguf is None or spec.encoder:
+        rows = ARCHITECTURES.items()
+        names = ", ".join(name for name, row in rows if row.gguf and not row.pooled)
         raise ModelError("architectures", f"must be one of {names} for GGUF")
     return spec.family
 

@@ -252,8 +252,12 @@ def gguf_model_spec(file: GgufFile) -> ModelSpec:
         ModelError: an unknown architecture, or a value out of range.
     """
     spec = ModelSpec.from_config(model_config(file))
-    kind = POOLINGS.get(file.metadata.integer(f"{architecture(file)}.pooling_type", 0, 1 << 16, 0))
-    pooling = None if kind is None else PoolingSpec(kind)
+    key, metadata = f"{architecture(file)}.pooling_type", file.metadata
+    number = metadata.integer(key, 0, 1 << 16, 0)
+    if spec.encoder and number not in (0, *POOLINGS):
+        raise metadata.error(key, f"must be {', '.join(map(str, POOLINGS))}, not {number}")
+    kind = POOLINGS.get(number)
+    pooling = spec.pooling if kind is None else PoolingSpec(kind)
     return replace(spec, quantization=stored_quantization(file), pooling=pooling)
 
 
@@ -390,6 +394,7 @@ def metadata_config(metadata: Metadata) -> dict[str, object]:
         "rms_norm_eps": metadata.number(f"{name}.{eps_key(family)}", 0.0, 1.0),
         "rope_theta": metadata.number(f"{name}.rope.freq_base", 1.0, 1e12, 10000.0),
         "hidden_act": family.activations[0],
+        "type_vocab_size": metadata.integer(TOKEN_TYPES, 0, 1 << 16, 1),
     }
     config: dict[str, object] = {family.keys.get(key, key): value for key, value in usual.items()}
     config["architectures"] = [family.name]
@@ -435,6 +440,7 @@ def metadata_config(metadata: Metadata) -> dict[str, object]:
     return config
 
 
+TOKEN_TYPES = "tokenizer.ggml.token_type_count"
 TAPS = "shortconv.l_cache"
 LATENT_RANK = "attention.kv_lora_rank"
 # Key of config.json, which may have another name in a family -> key of a GGUF file, and its value

@@ -1,8 +1,10 @@
 """Builds a tokenizer of the `tokenizers` library from the metadata of a GGUF file.
 
-There are three kinds: "gpt2" merges bytes by rank (Sennrich et al. 2016; Radford et al. 2019);
+There are several kinds: "gpt2" merges bytes by rank (Sennrich et al. 2016; Radford et al. 2019);
 "llama" merges characters by score (SentencePiece, Kudo and Richardson 2018), and characters without
-a token fall back to bytes; "gemma4" is like "llama" but merges by rank.
+a token fall back to bytes; "gemma4" is like "llama" but merges by rank. Encoders have two more:
+"bert" takes the longest token that begins the rest of a word (WordPiece, Wu et al. 2016), "t5" the
+likeliest tokens (a unigram model, Kudo 2018).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tokenizers import (
     pre_tokenizers,
     processors,
 )
-from tokenizers.models import BPE
+from tokenizers.models import BPE, Unigram, WordPiece
 
 from kvik.errors import ModelError, brief, shown
 from kvik.gguf.types import Metadata
@@ -138,6 +140,7 @@ MAX_MERGES = 1 << 21
 MAX_PIECE = 128  # characters of a token that is merged by score, as all its splits are tried
 MAX_MERGES_PER_TOKEN = 8  # trained tokenizers have about two
 MAX_TEMPLATE = 1 << 20  # characters
+MAX_TABLE = 1 << 24  # bytes of rules that normalise characters
 SPACE = "▁"  # a space in SentencePiece's tokens
 AT = "tokenizer.ggml"
 
@@ -151,6 +154,9 @@ class TokenKind(IntEnum):
     USER_DEFINED = 4
     UNUSED = 5
     BYTE = 6
+
+
+SPECIAL = (TokenKind.CONTROL, TokenKind.UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +199,10 @@ def read_tokenizer(metadata: Metadata) -> GgufTokenizer:
     try:
         library, bos = _KINDS[kind](metadata, ids, kinds)
         _add_special(library, tokens, kinds)
-        _add_ends(library, metadata, names, {"bos": bos, "eos": False})
+        if kind in SEPARATORS:
+            _add_separators(library, metadata, tokens, SEPARATORS[kind])
+        else:
+            _add_ends(library, metadata, names, {"bos": bos, "eos": False})
     except ModelError:
         raise
     except Exception as error:  # the library raises plain Exception
@@ -269,9 +278,63 @@ def _characters_by_rank(
     return _sentencepiece(metadata, ids, kinds, prefixed=False)
 
 
+def _word_pieces(
+    metadata: Metadata, ids: Mapping[str, int], kinds: Sequence[int]
+) -> tuple[Tokenizer, bool]:
+    """Return the tokenizer of the kind "bert", and True. In a file, tokens that begin a word begin
+    with `SPACE`, and others have no mark."""
+    vocabulary = {
+        token.removeprefix(SPACE)
+        if token.startswith(SPACE) or kinds[i] in SPECIAL or _is_marked(token)
+        else f"##{token}": i
+        for token, i in ids.items()
+    }
+    unknown = _token_name(metadata, "unknown", list(ids)) or "[UNK]"
+    library = Tokenizer(WordPiece(vocabulary, unk_token=unknown))
+    lower = metadata.boolean(f"{AT}.normalizer.lowercase", True)
+    library.normalizer = normalizers.BertNormalizer(lowercase=lower)
+    library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    library.decoder = decoders.WordPiece()
+    return library, True
+
+
+def _unigrams(
+    metadata: Metadata, ids: Mapping[str, int], kinds: Sequence[int]
+) -> tuple[Tokenizer, bool]:
+    """Return the tokenizer of the kind "t5", and True."""
+    scores = metadata.number_array(f"{AT}.scores", MAX_TOKENS)
+    _fits(metadata, "scores", len(scores), len(ids))
+    unknown = next((i for i in ids.values() if kinds[i] == TokenKind.UNKNOWN), None)
+    library = Tokenizer(Unigram(list(zip(ids, scores, strict=True)), unknown))
+    steps: list[normalizers.Normalizer] = []
+    if table := metadata.integer_array(f"{AT}.precompiled_charsmap", MAX_TABLE):
+        steps.append(normalizers.Precompiled(bytes(byte % 256 for byte in table)))
+    if metadata.boolean(f"{AT}.remove_extra_whitespaces", True):
+        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+    library.normalizer = normalizers.Sequence(steps)
+    prefixed = metadata.boolean(f"{AT}.add_space_prefix", True)
+    scheme = "always" if prefixed else "never"
+    library.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme)
+    library.decoder = decoders.Metaspace(SPACE, scheme)
+    return library, True
+
+
+def _is_marked(token: str) -> bool:
+    """Return whether a token of BERT looks special, such as [CLS]."""
+    return token.startswith("[") and token.endswith("]")
+
+
 _KINDS: Mapping[
     str, Callable[[Metadata, Mapping[str, int], Sequence[int]], tuple[Tokenizer, bool]]
-] = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _characters_by_rank}
+] = {
+    "gpt2": _byte_level,
+    "llama": _sentencepiece,
+    "gemma4": _characters_by_rank,
+    "bert": _word_pieces,
+    "t5": _unigrams,
+}
+# Kinds of encoders -> separators between the texts of a pair.
+SEPARATORS: Mapping[str, int] = {"bert": 1, "t5": 2}
 
 
 def merges_by_score(
@@ -327,12 +390,11 @@ def _fits(metadata: Metadata, name: str, length: int, expected: int) -> None:
 def _add_special(library: Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
     """Add tokens that are matched before text is split into words; control tokens are hidden."""
     pairs = list(zip(tokens, kinds, strict=True))
-    hidden = {TokenKind.CONTROL, TokenKind.UNKNOWN}
     library.add_special_tokens(
         [
             AddedToken(token, normalized=False, special=True)
             for token, kind in pairs
-            if kind in hidden
+            if kind in SPECIAL
         ]
     )
     library.add_tokens(
@@ -349,6 +411,27 @@ def _token_name(metadata: Metadata, name: str, tokens: Sequence[str]) -> str | N
     if key not in metadata:
         return None
     return tokens[metadata.integer(key, 0, len(tokens) - 1)]
+
+
+def _add_separators(
+    library: Tokenizer, metadata: Metadata, tokens: Sequence[str], between: int
+) -> None:
+    """Make the tokenizer of an encoder put tokens around each text and between those of a pair.
+
+    Args:
+        between: number of separators between the texts; with one, the second text has type 1.
+    """
+    first = _token_name(metadata, "cls", tokens) or _token_name(metadata, "bos", tokens)
+    last = _token_name(metadata, "seperator", tokens) or _token_name(metadata, "eos", tokens)
+    if first is None or last is None:
+        raise metadata.error(f"{AT}.cls_token_id", "is missing, or seperator_token_id")
+    end = f"{last}:1" if between == 1 else last
+    second = ["$B:1" if between == 1 else "$B", end]
+    library.post_processor = processors.TemplateProcessing(
+        single=[first, "$A", last],
+        pair=[first, "$A", *[last] * between, *second],
+        special_tokens=[(token, library.token_to_id(token)) for token in {first, last}],
+    )
 
 
 def _add_ends(

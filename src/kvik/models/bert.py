@@ -204,7 +204,29 @@ _roberta = partial(
     skips_padding=True,
     defaults={"layer_norm_eps": 1e-12, "type_vocab_size": 2},
 )
-BERT = _bert("BertModel", "bert", "BERT, for embeddings", pooled=mean_vectors)
+BERT = _bert(
+    "BertModel",
+    "bert",
+    "BERT, for embeddings",
+    pooled=mean_vectors,
+    # Files of RoBERTa and XLM-RoBERTa have the same name; their positions begin with the first row.
+    gguf="bert",
+    gguf_names={
+        "token_embd": "embeddings.word_embeddings",
+        "token_embd_norm": "embeddings.LayerNorm",
+        "position_embd": "embeddings.position_embeddings",
+        "token_types": "embeddings.token_type_embeddings",
+        "blk": "encoder.layer",
+        "attn_q": "attention.self.query",
+        "attn_k": "attention.self.key",
+        "attn_v": "attention.self.value",
+        "attn_output": "attention.output.dense",
+        "attn_output_norm": "attention.output.LayerNorm",
+        "ffn_up": "intermediate.dense",
+        "ffn_down": "output.dense",
+        "layer_output_norm": "output.LayerNorm",
+    },
+)
 BERT_MASKED = _bert("BertForMaskedLM", "bert", "BERT, for embeddings", pooled=mean_vectors)
 BERT_CLASSIFIER = _bert(
     "BertForSequenceClassification", "bert", "BERT, for classes", pooled=bert_classifier

@@ -91,8 +91,22 @@ NOMIC_BERT = Architecture(
         "rotary_emb_interleaved": False,
     },
     defaults={"layer_norm_eps": 1e-12, "type_vocab_size": 2, "rope_theta": 1000.0},
+    gguf="nomic-bert",
+    gguf_names={
+        "token_embd": "embeddings.word_embeddings",
+        "token_embd_norm": "emb_ln",
+        "token_types": "embeddings.token_type_embeddings",
+        "blk": "encoder.layers",
+        "attn_qkv": "attn.Wqkv",
+        "attn_output": "attn.out_proj",
+        "attn_output_norm": "norm1",
+        "ffn_up": "mlp.fc11",
+        "ffn_gate": "mlp.fc12",
+        "ffn_down": "mlp.fc2",
+        "layer_output_norm": "norm2",
+    },
 )
-NOMIC_BERT_MASKED = replace(NOMIC_BERT, name="NomicBertForMaskedLM")
+NOMIC_BERT_MASKED = replace(NOMIC_BERT, name="NomicBertForMaskedLM", gguf=None)
 
 
 GteLayer = partial(

@@ -39,6 +39,7 @@ from kvik.nn.layers import (
     PooledHead,
     Recurrence,
     RMSNorm,
+    TypedEmbedding,
 )
 from kvik.nn.parameters import (
     BIAS,
@@ -421,26 +422,10 @@ class Builder(LayerBuilder):
             self.parameters.declare(other, sums[:, 0], "matrix", partial(_add_types, sums))
         return Embedding(self.ops, table[skipped:])
 
-    def _table(
-        self,
-        name: str,
-        rows: int,
-        hidden: int,
-        skipped: int = 0,
-        types: tuple[str, int] = NO_TYPES,
-    ) -> Embedding:
-        (kinds, count), full = types, self._name(f"{name}.weight")
-        if not kinds:
-            table = self.parameters.tensor(full, (skipped + rows, hidden), "matrix", self.dtype)
-            return Embedding(self.ops, table[skipped:])
-        table = self.storage.tensor(full, (rows, hidden), self.dtype, self.device)
-        if not self.storage.names:
-            table.zero_()
-            self.parameters.declare(full, table, "matrix", partial(_add_positions, table[None]))
-            stored = torch.empty(count, hidden, device="meta")
-            other = self._name(f"{kinds}.weight")
-            self.parameters.declare(other, stored, "matrix", partial(_add_first, table))
-        return Embedding(self.ops, table)
+    def _table(self, name: str, rows: int, hidden: int, skipped: int = 0) -> Embedding:
+        full = self._name(f"{name}.weight")
+        table = self.parameters.tensor(full, (skipped + rows, hidden), "matrix", self.dtype)
+        return Embedding(self.ops, table[skipped:])
 
     def token_embedding(
         self,
@@ -459,9 +444,12 @@ class Builder(LayerBuilder):
             tied: the head has the same matrix.
             bias: of the head.
             scale: of the vectors; it is rounded to the dtype.
-            types: name and rows of a table of token types, of which the first one is added to each
-                vector of a table that is not tied.
+            types: name and rows of a table of token types, of which the first is added to vectors.
         """
+        kinds, count = types
+        if kinds:
+            inner = self.token_embedding(name, vocab, hidden, tied=tied, bias=bias, scale=scale)
+            return TypedEmbedding(self.ops, inner, self._table(kinds, count, hidden).table[:1])
         stage = self._stage
         if stage is not None and not (stage.embeds or (stage.last and tied)):
             self.skip(name)
@@ -472,7 +460,7 @@ class Builder(LayerBuilder):
         stored_as_matrix = self._name(name) in self.storage.names
         scheme = self.parameters.embedding_scheme(self._name(name))
         if not tied and scheme is None and not stored_as_matrix:
-            plain = self._table(name, vocab, hidden, types=types)
+            plain = self._table(name, vocab, hidden)
             return Embedding(self.ops, plain.table, scale)
         return self._embedding_matrix(name, LinearShape(hidden, vocab), tied, scale, tied and bias)
 
@@ -1108,12 +1096,6 @@ def _add_positions(sums: Tensor, first: int, values: Tensor) -> None:
 def _add_types(sums: Tensor, first: int, values: Tensor) -> None:
     """Add values [n, hidden], from type `first`, to sums [types, positions, hidden]."""
     sums[first : first + len(values)].add_(values.to(sums)[:, None])
-
-
-def _add_first(table: Tensor, first: int, values: Tensor) -> None:
-    """Add values [n, hidden] of types from `first`, of which only type 0 counts, to a table."""
-    if first == 0:
-        table.add_(values[0].to(table))
 
 
 def _fill_distances(table: Tensor, rows: Tensor, first: int, values: Tensor) -> None:

@@ -72,6 +72,20 @@ class MatrixEmbedding:
         return rows if self.scale == 1.0 else self.ops.scaled(rows, self.scale)
 
 
+@dataclass(frozen=True, slots=True)
+class TypedEmbedding:
+    """A token embedding with the vector of the only token type added."""
+
+    ops: Ops
+    embedding: Callable[[Tensor], Tensor]
+    kind: Tensor  # [1, hidden]
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """ids [tokens] -> [tokens, hidden]."""
+        x = self.embedding(ids)
+        return self.ops.add(x, self.kind.expand_as(x))
+
+
 # Normalisation layers.
 
 
