@@ -95,6 +95,9 @@ class Gguf:
         if sampling := sampling_config(self._file.metadata):
             files[GENERATION_CONFIG] = _as_json(sampling)
         if (pooling := self.spec().pooling) is not None:
+            if pooling.scores:
+                reason = "is a classifier in a GGUF file, which cannot be built: use its folder"
+                raise ModelError("model", reason)
             modules = [("Transformer", ""), ("Pooling", POOLING)]
             files[MODULES] = _as_json([{"type": kind, "path": path} for kind, path in modules])
             mode = {"last": "lasttoken"}.get(pooling.kind, pooling.kind)

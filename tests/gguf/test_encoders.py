@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from tokenizers import (
 )
 
 from kvik import LLM, ModelError
+from kvik.build import build_engine
+from kvik.config.config import EngineConfig
 from kvik.gguf.export import gguf_family
 from kvik.gguf.reader import read_gguf
 from kvik.gguf.tokenizer import read_tokenizer
@@ -51,7 +54,14 @@ UNIGRAMS = ["<s>", "<pad>", "</s>", "<unk>", "▁", "▁the", "▁f", "ox", "es"
 UNIGRAMS += ["▁run", "ning", "a", "e", "n", "r", "u", "▁un", "af", "f", "able", "'", "x", "12"]
 
 
-def save_gguf(folder: Path, path: Path, name: str, type: str = "F32", pooling: int = 2) -> None:
+def save_gguf(
+    folder: Path,
+    path: Path,
+    name: str,
+    type: str = "F32",
+    pooling: int = 2,
+    labels: Sequence[str] = (),
+) -> None:
     """Write the model in a folder as the public converter does; matrices have a type."""
     config = json.loads((folder / "config.json").read_text())
     architecture = NAMES[name]
@@ -66,6 +76,8 @@ def save_gguf(folder: Path, path: Path, name: str, type: str = "F32", pooling: i
     writer.add_causal_attention(False)
     writer.add_uint32(f"{architecture}.pooling_type", pooling)
     writer.add_token_type_count(config["type_vocab_size"])
+    if labels:
+        writer.add_classifier_output_labels(labels)
     if architecture == "nomic-bert":
         writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     number = next(a for a, kind in gguf.MODEL_ARCH_NAMES.items() if kind == architecture)
@@ -73,7 +85,7 @@ def save_gguf(folder: Path, path: Path, name: str, type: str = "F32", pooling: i
     for stored, tensor in load_file(folder / SINGLE).items():
         if stored.startswith("pooler"):
             continue
-        own = names.get_name(stored, try_suffixes=(".weight", ".bias"))
+        own = names.get_name(stored.removeprefix("roberta."), try_suffixes=(".weight", ".bias"))
         values = tensor.float().numpy()
         if own == "position_embd.weight":
             values = values[skipped:]
@@ -115,10 +127,30 @@ def test_quantised_files(tmp_path, name, kernels):
         assert float(torch.tensor(output.embedding) @ wanted) > 0.999
 
 
-def test_rerankers_are_refused(tmp_path):
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("labels", [["good"], ["good", "bad", "neither"]])
+def test_scores_and_classes(tmp_path, labels, kernels):
+    model = save_encoder(tmp_path, "XLMRobertaForSequenceClassification", num_labels=len(labels))
+    save_gguf(tmp_path, tmp_path / "m.gguf", "XLMRobertaModel", pooling=4, labels=labels)
+    with torch.inference_mode():
+        logits = torch.stack([model(torch.tensor([ids])).logits[0] for ids in PROMPTS])
+    with LLM(str(tmp_path / "m.gguf"), kernels=kernels, **COMMON) as llm:
+        raw = llm.classify(PROMPTS, use_activation=False)
+        outputs = llm.classify(PROMPTS)
+    found = torch.tensor([output.probs for output in raw])
+    torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
+    wanted = logits.softmax(-1) if len(labels) > 1 else logits.sigmoid()
+    found = torch.tensor([output.probs for output in outputs])
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert [output.label for output in outputs] == [labels[i] for i in logits.argmax(-1).tolist()]
+    with pytest.raises(ModelError, match="model: is a classifier in a GGUF file"):
+        build_engine(EngineConfig(model=str(tmp_path / "m.gguf")), tmp_path / "e", lambda *n: None)
+
+
+def test_heads_that_do_not_fit_are_refused(tmp_path):
     save_encoder(tmp_path, "BertModel")
     save_gguf(tmp_path, tmp_path / "m.gguf", "BertModel", pooling=4)
-    with pytest.raises(ModelError, match="pooling_type: must be 1, 2, 3, not 4"):
+    with pytest.raises(ModelError, match="pooling_type: must be 1, 2, 3, or 4 with a matrix"):
         LLM(str(tmp_path / "m.gguf"), **COMMON)
 
 

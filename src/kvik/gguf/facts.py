@@ -32,7 +32,7 @@ from kvik.spec.fields import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Fields
 from kvik.spec.kv import MAX_TAPS, StateSpec
 from kvik.spec.layers import BLOCK_KINDS, CONV, EXPERTS, FULL, LINEAR, MLP, SLIDING
 from kvik.spec.model import ModelScales
-from kvik.spec.pooling import PoolingSpec
+from kvik.spec.pooling import MAX_LABELS, PooledLayer, PoolingSpec, classifier
 from kvik.spec.rope import MAX_POSITIONS
 from kvik.spec.stored_weights import StoredQuantization, StoredRule, StoredScheme
 
@@ -177,6 +177,7 @@ GGUF_FAMILIES: Mapping[str, tuple[Architecture, ...]] = {
     )
     if name
 }
+RANK = 4  # `pooling_type` of rerankers and classifiers
 POOLINGS = {1: "mean", 2: "cls", 3: "last"}  # `pooling_type` of models that were trained to embed
 # Tokens that end an answer: the end of the text, of a turn and of a message.
 END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -252,13 +253,31 @@ def gguf_model_spec(file: GgufFile) -> ModelSpec:
         ModelError: an unknown architecture, or a value out of range.
     """
     spec = ModelSpec.from_config(model_config(file))
+    return replace(spec, quantization=stored_quantization(file), pooling=_pooling(file, spec))
+
+
+def _pooling(file: GgufFile, spec: ModelSpec) -> PoolingSpec | None:
+    """Return how the model in a file makes vectors or scores; None: the file does not say."""
     key, metadata = f"{architecture(file)}.pooling_type", file.metadata
     number = metadata.integer(key, 0, 1 << 16, 0)
-    if spec.encoder and number not in (0, *POOLINGS):
-        raise metadata.error(key, f"must be {', '.join(map(str, POOLINGS))}, not {number}")
-    kind = POOLINGS.get(number)
-    pooling = spec.pooling if kind is None else PoolingSpec(kind)
-    return replace(spec, quantization=stored_quantization(file), pooling=pooling)
+    if number in POOLINGS:
+        return PoolingSpec(POOLINGS[number])
+    if not spec.encoder or not number:
+        return spec.pooling
+    output = file.tensor("cls.output.weight")
+    if number != RANK or output is None or len(output.shape) != 2:
+        reason = f"must be {', '.join(map(str, POOLINGS))}, or {RANK} with a matrix cls.output"
+        raise metadata.error(key, f"{reason}, not {number}")
+    hidden, count = spec.hidden_size, output.shape[0]
+    dense = PooledLayer("classifier.dense", hidden, hidden, function="tanh")
+    last = PooledLayer("classifier.out_proj", hidden, count)
+    layers = (dense, last) if file.tensor("cls.weight") is not None else (last,)
+    key = f"{architecture(file)}.classifier.output_labels"
+    labels = metadata.string_array(key, MAX_LABELS)
+    if labels and len(labels) != count:
+        raise metadata.error(key, f"must have {count} values, not {len(labels)}")
+    named = {"id2label": {str(i): label for i, label in enumerate(labels)}}
+    return classifier(Fields(named if labels else {"num_labels": count}), "cls", *layers)
 
 
 def model_config(file: GgufFile) -> dict[str, object]:

@@ -24,6 +24,8 @@ OUTER: Mapping[str, str] = {
     "token_embd_norm": "",  # only in architectures that give its name
     "position_embd": "",
     "token_types": "",
+    "cls": "",
+    "cls.output": "",
     "per_layer_token_embd": "",
     "per_layer_model_proj": "",
     "per_layer_proj_norm": "",

@@ -225,6 +225,8 @@ BERT = _bert(
         "ffn_up": "intermediate.dense",
         "ffn_down": "output.dense",
         "layer_output_norm": "output.LayerNorm",
+        "cls": "classifier.dense",
+        "cls.output": "classifier.out_proj",
     },
 )
 BERT_MASKED = _bert("BertForMaskedLM", "bert", "BERT, for embeddings", pooled=mean_vectors)
