@@ -24,7 +24,7 @@ BUDGETS = {
     "kernels": 11980,
     "kvik_bench": 9790,
     "lang": 660,
-    "models": 10460,
+    "models": 10530,
     "nn": 7540,
     "planner": 5910,
     "quantize": 3270,

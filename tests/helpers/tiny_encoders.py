@@ -25,13 +25,12 @@ SIZES: dict[str, Any] = {
 ROBERTA = {"max_position_embeddings": 130, "pad_token_id": 1, "type_vocab_size": 1}
 DISTIL = {"dim": 32, "hidden_dim": 56, "n_layers": 3, "n_heads": 2}
 MPNET = {"max_position_embeddings": 130, "pad_token_id": 1}
+SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
 MODERN = {
+    **SPECIAL_TOKENS,
     "num_hidden_layers": 4,
     "global_attn_every_n_layers": 2,
     "local_attention": 11,
-    "pad_token_id": 0,
-    "bos_token_id": 2,
-    "eos_token_id": 3,
     "cls_token_id": 2,
     "sep_token_id": 3,
 }
@@ -61,6 +60,10 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "MPNetForMaskedLM": MPNET,
     "NomicBertModel": {},
     "NomicBertForMaskedLM": {},
+    "JinaEmbeddingsV3Model": {"pad_token_id": 1},
+    "JinaEmbeddingsV3ForMaskedLM": {"pad_token_id": 1},
+    "EuroBertModel": {**SPECIAL_TOKENS, "num_key_value_heads": 1},
+    "EuroBertForMaskedLM": SPECIAL_TOKENS,
     "GteModel": {},
     "GteForMaskedLM": {"type_vocab_size": 0},
     "ModernBertModel": MODERN,

@@ -47,7 +47,6 @@ from kvik.models import (
     mpt,
     nemotron,
     nemotron_h,
-    nomic_bert,
     olmo2,
     olmo_hybrid,
     opt,
@@ -57,6 +56,7 @@ from kvik.models import (
     qwen3,
     qwen3_5,
     qwen_vl,
+    rotary_encoders,
     stablelm,
     starcoder2,
     step3p7,
@@ -82,7 +82,7 @@ FILES = (
     *(afmoe, apertus, bamba, hunyuan, minicpm, starcoder2, falcon, opt, gpt2, bert, modernbert),
     *(gemma3n, olmo_hybrid, falcon_h1, kimi_linear, laguna, kolibri1, persimmon, pure_mamba2),
     *(mamba, jamba, mimo_v2, flint, dbrx, bitnet, bloom, mpt, hy4, minimax_m3, bailing_hybrid),
-    *(step3p7, glm5_next, nomic_bert),
+    *(step3p7, glm5_next, rotary_encoders),
 )
 DECLARED: Mapping[str, Architecture] = {
     row.name: row for file in FILES for row in vars(file).values() if isinstance(row, Architecture)

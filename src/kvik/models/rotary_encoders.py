@@ -1,15 +1,27 @@
-"""NomicBERT (Nussbaum et al. 2024, arXiv 2402.01613) and GTE (Zhang et al. 2024, arXiv 2407.19669):
-encoders like BERT, with rotary positions and gated MLPs. Every token has the first token type."""
+"""Encoders with rotary positions: NomicBERT (Nussbaum et al. 2024, arXiv 2402.01613), GTE (Zhang et
+al. 2024, arXiv 2407.19669), Jina embeddings v3 (Sturua et al. 2024, arXiv 2409.10173) and EuroBERT
+(Boizard et al. 2025, arXiv 2503.05500).
+
+The first three are BERTs in which every token has the first token type; EuroBERT is a Llama.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 from kvik.errors import shown
-from kvik.models.bert import bert_classifier
-from kvik.models.decoder import Decoder, GroupedQueryAttention, NormedSumLayer, feed_forward
+from kvik.models.bert import OTHER_HEADS, bert_classifier
+from kvik.models.decoder import (
+    Decoder,
+    GroupedQueryAttention,
+    MakeLayer,
+    NormedSumLayer,
+    feed_forward,
+    plain_mlp,
+)
+from kvik.models.llama import LLAMA
 from kvik.spec.architecture import Architecture
 from kvik.spec.declare import LayerBuilder
 from kvik.spec.fields import MAX_WIDTH, Fields
@@ -35,31 +47,48 @@ NomicLayer = partial(
 )
 
 
-def nomic_bert(spec: ModelFacts, builder: LayerBuilder) -> Decoder:
-    builder.skip("cls", "lm_head", "classifier")  # heads for other tasks
-    scopes = ("nomic_bert", "bert", "")
+NOMIC_NAMES = ("embeddings.word_embeddings", "encoder.layers", "", "")
+
+
+def typed_encoder(
+    spec: ModelFacts,
+    builder: LayerBuilder,
+    make_layer: MakeLayer,
+    scopes: tuple[str, ...],
+    names: tuple[str, str, str, str],
+    embed_norm: str,
+) -> Decoder:
+    """Return an encoder with token types; for the other arguments see `Decoder`."""
+    builder.skip(*OTHER_HEADS)
     builder.at(*scopes).skip("pooler")
+    types = "embeddings.token_type_embeddings" if spec.token_types else ""
     return Decoder(
         spec,
         builder,
-        NomicLayer,
+        make_layer,
         scopes=scopes,
-        names=("embeddings.word_embeddings", "encoder.layers", "", ""),
-        embed_norm="emb_ln",
-        types="embeddings.token_type_embeddings",
+        names=names,
+        embed_norm=embed_norm,
+        types=types,
     )
+
+
+def nomic_bert(spec: ModelFacts, builder: LayerBuilder) -> Decoder:
+    scopes = ("nomic_bert", "bert", "")
+    return typed_encoder(spec, builder, NomicLayer, scopes, NOMIC_NAMES, "emb_ln")
 
 
 def nomic_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
     for key, usual in USUAL.items():
         if (value := fields.raw(key)) not in (None, usual):
             raise fields.error(key, f"must be {usual}, not {shown(value)}")
-    return seeing(rotary_layers(fields, layers, positions))
+    return seeing_layers(fields, layers, positions)
 
 
-def seeing(layers: Iterable[LayerSpec]) -> tuple[LayerSpec, ...]:
-    """Return layers of which every query sees all keys."""
-    return tuple(replace(layer, bidirectional=MAX_POSITIONS) for layer in layers)
+def seeing_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """Rotary positions; every query sees all keys."""
+    (layer, *_) = rotary_layers(fields, layers, positions)
+    return (replace(layer, bidirectional=MAX_POSITIONS),) * layers
 
 
 NOMIC_BERT = Architecture(
@@ -124,18 +153,8 @@ GteLayer = partial(
 
 
 def gte(spec: ModelFacts, builder: LayerBuilder) -> Decoder:
-    builder.skip("lm_head", "classifier")  # heads for other tasks
-    scopes = ("new", "gte", "")
-    builder.at(*scopes).skip("pooler")
-    return Decoder(
-        spec,
-        builder,
-        GteLayer,
-        scopes=scopes,
-        names=("embeddings.word_embeddings", "encoder.layer", "", ""),
-        embed_norm="embeddings.LayerNorm",
-        types="embeddings.token_type_embeddings" if spec.token_types else "",
-    )
+    scopes, names = ("new", "gte", ""), ("embeddings.word_embeddings", "encoder.layer", "", "")
+    return typed_encoder(spec, builder, GteLayer, scopes, names, "embeddings.LayerNorm")
 
 
 def gte_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
@@ -151,7 +170,7 @@ def gte_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, 
         theta = fields.number("rope_theta", 1.0, 1e12, 10_000.0) * factor
         linear = {"type": "linear", "factor": factor ** (2 / dim)}
         fields = fields.changed({"rope_theta": theta, "rope_scaling": linear})
-    return seeing(rotary_layers(fields, layers, positions))
+    return seeing_layers(fields, layers, positions)
 
 
 GTE = Architecture(
@@ -188,3 +207,53 @@ GTE_CLASSIFIER_IN_TRANSFORMERS = replace(
     models="GTE, for classes",
     pooled=partial(bert_classifier, dense="gte.pooler.dense"),
 )
+
+
+JinaLayer = partial(
+    NormedSumLayer,
+    attention=partial(GroupedQueryAttention, scope="mixer", qkv=("Wqkv",), o="out_proj"),
+    feed=partial(plain_mlp, up="fc1", down="fc2"),
+    norms=("norm1", "norm2"),
+)
+
+
+def jina(spec: ModelFacts, builder: LayerBuilder) -> Decoder:
+    return typed_encoder(spec, builder, JinaLayer, ("roberta", ""), NOMIC_NAMES, "emb_ln")
+
+
+JINA = Architecture(
+    "JinaEmbeddingsV3Model",
+    "jina_embeddings_v3",
+    "Jina embeddings v3",
+    jina,
+    layers=seeing_layers,
+    activations=("gelu",),
+    qkv_bias=True,
+    o_bias=True,
+    mlp_bias=True,
+    rms_norm=False,
+    gated_mlp=False,
+    pooled=mean_vectors,
+    keys={"rms_norm_eps": "layer_norm_eps"},
+    defaults={"layer_norm_eps": 1e-5, "type_vocab_size": 1, "rope_theta": 20_000.0},
+)
+JINA_MASKED = replace(JINA, name="JinaEmbeddingsV3ForMaskedLM")
+
+
+def eurobert(spec: ModelFacts, builder: LayerBuilder) -> Decoder:
+    builder.skip("lm_head", "dense", "classifier")  # heads for other tasks
+    return Decoder(spec, builder, names=("embed_tokens", "layers", "norm", ""))
+
+
+EUROBERT = replace(
+    LLAMA,
+    name="EuroBertModel",
+    model_type="eurobert",
+    models="EuroBERT",
+    make=eurobert,
+    layers=seeing_layers,
+    pooled=mean_vectors,
+    defaults={"rms_norm_eps": 1e-5},
+    gguf=None,
+)
+EUROBERT_MASKED = replace(EUROBERT, name="EuroBertForMaskedLM")
