@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from kvik import LLM, AsyncLLM, ModelError, ParamError
 from kvik.build import build_engine
 from kvik.config.config import EngineConfig
+from kvik.quantize.source import open_source
 
 KERNELS = ["torch", pytest.param("native", marks=needs_native)]
 COMMON: dict[str, Any] = {"dtype": "float32", "device": "cpu", "threads": 1}
@@ -165,6 +166,9 @@ def test_engine_folders_of_classifiers(tmp_path, name):
 
 
 def test_what_a_classifier_cannot_do_is_refused(folder, tmp_path):
+    save_encoder(tmp_path / "llama", "LlamaForSequenceClassification")
+    with pytest.raises(ModelError, match="model: is a classifier, which can only be rounded"):
+        open_source(tmp_path / "llama")
     with LLM(str(folder), **COMMON) as llm:
         with pytest.raises(ParamError, match="model: is a classifier, which writes no text"):
             llm.generate(words(3))

@@ -147,7 +147,7 @@ def _check_pooling(config: ResolvedConfig, request: EngineRequest) -> None:
             raise ParamError("model", "gives no scores: it is no classifier")
     elif pooling not in (None, *POOLINGS):
         raise ParamError("pooling", f"must be one of {', '.join(POOLINGS)}, not {pooling!r}")
-    elif pooling is not None and model.pooling is not None and model.pooling.labels:
+    elif pooling is not None and model.pooling is not None and model.classifier:
         raise ParamError("model", f"gives {model.pooling.gives}, and no vectors")
     if not 0 <= request.second_text < len(request.prompt_token_ids):
         raise ParamError("second_text", f"must be in the prompt, not {request.second_text}")

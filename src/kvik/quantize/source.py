@@ -292,8 +292,9 @@ def open_source(folder: Path) -> Source:
     if is_engine_folder(folder):
         raise ModelError("model", "is an engine folder: take the model it was built from")
     spec = read_model_spec(folder)
-    if spec.encoder:
-        raise ModelError("model", "is an encoder, which can only be rounded at load (quantization)")
+    if spec.encoder or spec.classifier:
+        kind = "an encoder" if spec.encoder else "a classifier"
+        raise ModelError("model", f"is {kind}, which can only be rounded at load (quantization)")
     if spec.compressed:
         reason = "keeps entries that sum up tokens, and can only be rounded at load (quantization)"
         raise ModelError("model", reason)

@@ -119,12 +119,16 @@ class ModelFacts:
         """Whether attention is bidirectional, so that the model generates no text."""
         return any(layer.bidirectional is not None for layer in self.layers)
 
+    @property
+    def classifier(self) -> bool:
+        """Whether a head over hidden states takes the place of the LM head."""
+        return self.pooling is not None and bool(self.pooling.labels)
+
     def check_writes(self) -> None:
         """Raise `ParamError` if the model is an encoder or a classifier, which generate no text."""
-        classifier = self.pooling is not None and bool(self.pooling.labels)
-        if self.encoder or classifier:
+        if self.encoder or self.classifier:
             gives = self.pooling.gives if self.pooling is not None else "vectors of texts"
-            kind = "a classifier" if classifier else "an encoder"
+            kind = "a classifier" if self.classifier else "an encoder"
             raise ParamError("model", f"is {kind}, which writes no text; it gives {gives}")
 
     @property
