@@ -231,7 +231,8 @@ def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
     if layer.slopes:
         return f"{seen}, positions by ALiBi"
     if rope is None:
-        return f"{seen}, {'without' if spec.family.rotary else 'with learned'} positions"
+        kind = "without" if spec.family.rotary else "with learned"
+        return f"{seen}, {kind} positions{' and distances' if layer.distances else ''}"
     text = f"{seen}, rotary positions of base {rope.theta:,.0f}"
     if rope.fraction != 1.0:
         text += f" in {rope.fraction:.0%} of each head"

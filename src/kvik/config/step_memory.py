@@ -328,7 +328,10 @@ class StepFootprint:
             return splits * (spec.query_width + 32 * spec.num_heads) * 5
         keys = max(self._keys(size) + self.block_size, GATHERED_KEYS)
         width = spec.key_width + (spec.query_width if self.device == "cuda" else 0)
-        return 2 * keys * width * item + self._converted_kv(size)
+        biases = 0
+        if any(layer.distances for layer in spec.layers):  # in fp32, rounded and masked
+            biases = spec.num_heads * self._keys(size) ** 2 * (4 + 2 * item)
+        return 2 * keys * width * item + self._converted_kv(size) + biases
 
     def _converted_kv(self, size: StepSize) -> int:
         """Return the fp32 copies that torch makes to round for the cache and to gather from it, if

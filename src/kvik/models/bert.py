@@ -159,7 +159,9 @@ def mpnet_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec
     if buckets != BUCKETS:
         reason = f"must be {BUCKETS}, not {buckets}"
         raise fields.error("relative_attention_num_buckets", reason)
-    return encoder_layers(fields, layers, positions)
+    return tuple(
+        replace(layer, distances=True) for layer in encoder_layers(fields, layers, positions)
+    )
 
 
 def bert_classifier(

@@ -110,6 +110,7 @@ class LayerSpec:
     window: Window | None = None  # which keys a query sees; None: all
     rope: RopeSpec | None = None  # rotary positions of queries and keys; None: none
     slopes: tuple[float, ...] = ()  # of ALiBi, for each head (`alibi_slopes`); (): none
+    distances: bool = False  # a learned number is added to scores, by the distance of a key
     experts: ExpertsSpec | None = None  # of its feed-forward part; None: a plain MLP
     latent: LatentSpec | None = None  # latent attention; None: keys and values of heads
     # Of latent attention, chooses the keys; None: a query reads all that it sees.
