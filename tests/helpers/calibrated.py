@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import tiny_models
 from helpers.model_cases import BESIDE, H1_FACTORS
-from helpers.tiny_models import BAILING, DELTA, IN_BLOCKS, IN_POOLS, INDEXED, KIMI, STEP
+from helpers.tiny_models import BAILING, DELTA, IN_BLOCKS, IN_POOLS, INDEXED, KIMI, MINIMAX, STEP
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -232,6 +232,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"kv_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 10, "head_dim": 16},
         **{"num_local_experts": 6, "num_experts_per_tok": 6, "layer_group_size": 2},
     },
+    "MiniMax": {**MINIMAX, "num_experts_per_tok": 6, "rms_norm_eps": 0.1},
     "Step3p7": {
         **STEP,
         **{"head_dim": 8, "n_routed_experts": 6, "num_experts_per_tok": 6},
@@ -296,6 +297,7 @@ LEFT: dict[str, set[str]] = {
         *("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"),
     },
     "BailingHybrid": {"gate", "kv_b_proj", "b_proj", "f_proj"},
+    "MiniMax": {"gate", "output_gate"},
     "Step3p7": {"gate", "g_proj"},
     "Qwen3_5Moe": {"gate", "shared_expert_gate", "in_proj_a", "in_proj_b"},
     "Qwen3Next": {"gate", "shared_expert_gate", "in_proj_ba"},

@@ -374,6 +374,15 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "BailingHybridForCausalLM",
         vocab=157184, hidden=2560, inner=6144, layers=42, heads=32, kv_heads=32, positions=262144,
     ),
+    "MiniMax-Text-01": config(
+        "MiniMaxText01ForCausalLM",
+        vocab=200064, hidden=6144, inner=9216, layers=80, heads=64, kv_heads=8, head_dim=128,
+        positions=10240000, num_local_experts=32, num_experts_per_tok=2, rotary_dim=64,
+        attn_type_list=([0] * 7 + [1]) * 10, postnorm=True, shared_intermediate_size=0,
+        rope_theta=10000000, layernorm_full_attention_alpha=3.5565588200778455,
+        layernorm_linear_attention_alpha=3.5565588200778455,
+        layernorm_mlp_alpha=3.5565588200778455,
+    ),
     "Compass, usual sizes": {
         "architectures": ["CohereCompassForCausalLM"],
         "rope_parameters": {"full_attention": None},

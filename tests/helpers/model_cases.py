@@ -16,6 +16,7 @@ from helpers.tiny_models import (
     KIMI,
     LATENT,
     LLAMA4,
+    MINIMAX,
     STEP,
 )
 
@@ -1211,6 +1212,24 @@ CASES = {
         head_dim=16,
         num_local_experts=6,
         num_experts_per_tok=2,
+    ),
+    "minimax-text": case("MiniMax", MINIMAX),
+    "minimax-text-factors": case(
+        "MiniMax",
+        MINIMAX,
+        rope(**YARN, factor=4.0),
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        head_dim=12,
+        block_size=8,
+        full_attn_alpha_factor=1.7,
+        full_attn_beta_factor=0.8,
+        linear_attn_alpha_factor=2.5,
+        linear_attn_beta_factor=1.3,
+        mlp_alpha_factor=3.5,
+        mlp_beta_factor=0.6,
+        rms_norm_eps=0.1,
+        tie_word_embeddings=True,
     ),
     "llama4": case("Llama4", LLAMA4, rope(**LLAMA3)),
     "llama4-every-second": case(

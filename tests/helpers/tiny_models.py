@@ -118,6 +118,10 @@ KIMI: dict[str, Any] = {  # of Kimi Linear
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
 
+MINIMAX: dict[str, Any] = {  # of MiniMax-Text-01
+    **{"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16},
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 COMPASS: dict[str, Any] = {  # of Cohere Compass
     "hidden_size": 64,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],

@@ -18,6 +18,7 @@ from helpers.tiny_models import (
     IN_BLOCKS,
     INDEXED,
     LATENT,
+    MINIMAX,
     STEP,
     reference_logits,
     save_tiny,
@@ -29,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, MiMoV2FlashConfig
 
 from kvik.errors import START_LOG
-from kvik.models.model_spec import ModelSpec
+from kvik.models.model_spec import ModelSpec, read_model_spec
 from kvik.models.registry import ARCHITECTURES
 from kvik.nn.checkpoint import SINGLE
 
@@ -214,6 +215,31 @@ def test_experts_without_a_correction(method: str | None, tmp_path: Path) -> Non
     torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["MiniMaxText01ForCausalLM", "MiniMaxM1ForCausalLM"])
+def test_published_files_of_minimax(name: str, tmp_path: Path) -> None:
+    """They have other keys, and none of what transformers computes from decays."""
+    alphas = {"full_attn": 1.5, "linear_attn": 2.5, "mlp": 3.5}
+    factors = {f"{part}_alpha_factor": alpha for part, alpha in alphas.items()}
+    reference, ids = save_tiny(tmp_path, "MiniMax", **MINIMAX, **factors), tokens(30)
+    stored = load_file(tmp_path / SINGLE)
+    kept = {key: t for key, t in stored.items() if not key.endswith(("_decay", "slope_rate"))}
+    assert len(kept) == len(stored) - 2 * 4
+    save_file(kept, tmp_path / SINGLE, metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in ("layer_types", "rope_parameters", *factors):
+        del config[key]
+    config |= {"architectures": [name], "attn_type_list": [0, 1, 0], "postnorm": True}
+    config |= {"rope_theta": 1e6, "rotary_dim": 16, "layernorm_mlp_alpha": 3.5}
+    config |= {
+        f"layernorm_{part}_attention_alpha": alphas[f"{part}_attn"] for part in ("full", "linear")
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = reference_logits(reference, ids)
+    torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rotary_dim": 8}))
+    assert [rope.fraction for rope in read_model_spec(tmp_path).ropes] == [0.5]
+
+
 def test_a_tied_model_ignores_a_head_in_the_file(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Llama", tie_word_embeddings=True)
     ids = tokens(12)
@@ -236,7 +262,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 # These need another number of labels, are unknown to transformers, are no text models, or need
 # rotary positions or null.
-OTHERS = ("SequenceClassification", "MiMo", "Mistral3", "Compass", "NewModel")
+OTHERS = ("SequenceClassification", "MiMo", "Mistral3", "Compass", "NewModel", "Text01", "MiniMaxM1")
 
 
 @pytest.mark.full

@@ -116,6 +116,7 @@ MAMBA = {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8}
 STRATEGY = "shared_expert_combination_strategy"
 WIDTH = "shared_intermediate_size"
 LING = {"layer_group_size": 2, "num_experts": 8, "num_expert_group": 1, "topk_group": 1}
+MINIMAX = {"attn_type_list": [0, 1, 0, 1]}
 MIXER = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ALPHA = {"type": "dynamic", "alpha": -1.0}
 LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
@@ -288,6 +289,21 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
             ("num_expert_group", 3),
             ("moe_router_activation_func", "softmax"),
         )
+    ),
+    *(
+        (of("MiniMaxText01", **{**MINIMAX, key: value}), key)
+        for key, value in (
+            ("attn_type_list", [0, 1, 0]),
+            ("attn_type_list", [0] * 4),
+            ("attn_type_list", [0, 1, 2, 1]),
+            ("postnorm", False),
+            ("rotary_dim", 1024),
+            ("shared_intermediate_size", 64),
+        )
+    ),
+    *(
+        (of("MiniMax", **{**MINIMAX, f"{name}_factor": 0.0}), f"{name}_factor")
+        for name in ("full_attn_alpha", "linear_attn_beta", "mlp_alpha")
     ),
     *(
         (step(**{key: value}), f"text_config {key}")

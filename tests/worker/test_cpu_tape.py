@@ -14,7 +14,7 @@ import torch
 from helpers.configs import small
 from helpers.optional_native import NATIVE
 from helpers.tiny_families import ALL
-from helpers.tiny_models import GEMMA3N, IN_BLOCKS, INDEXED, tiny_config
+from helpers.tiny_models import GEMMA3N, IN_BLOCKS, INDEXED, MINIMAX, tiny_config
 from torch import Tensor
 
 from kvik import LLM, SamplingParams
@@ -47,9 +47,14 @@ MODELS = (
     *("Gemma2", "Gemma4-token-inputs", "Gemma4-key-is-value", "Gemma4-experts", "Glm4Moe"),
     *("Llama4", "DeepseekV2", "Granite", "GPTNeoX", "Nemotron", "Lfm2", "Qwen3_5", "GPT2"),
     *("GraniteMoeHybrid", "NemotronH-experts", "FalconH1-norm", "Apertus", "Gemma3n", "HYV4"),
-    "MiniMaxM3VL",
+    *("MiniMax", "MiniMaxM3VL"),
 )
-OTHERS = {"Gemma3n": GEMMA3N, "HYV4": {**INDEXED, "hc_mult": 3}, "MiniMaxM3VL": IN_BLOCKS}
+OTHERS = {
+    "Gemma3n": GEMMA3N,
+    "HYV4": {**INDEXED, "hc_mult": 3},
+    "MiniMax": MINIMAX,
+    "MiniMaxM3VL": IN_BLOCKS,
+}
 FORMATS = [
     ("float32", "none"),
     ("bfloat16", "none"),
@@ -76,13 +81,8 @@ STEPS: list[tuple[dict[int, int], set[int]]] = [
 
 def save(folder: Path, model: str) -> str:
     """Save the configuration of a family."""
-    families = {
-        **ALL,
-        "Gemma3n": GEMMA3N,
-        "HYV4": {**INDEXED, "hc_mult": 3},
-        "MiniMaxM3VL": IN_BLOCKS,
-    }
-    tiny_config(model.partition("-")[0], **families[model]).save_pretrained(folder)
+    options = {**ALL, **OTHERS}[model]
+    tiny_config(model.partition("-")[0], **options).save_pretrained(folder)
     return str(folder)
 
 

@@ -169,8 +169,13 @@ def _heads(spec: ModelSpec) -> str:
 
 
 def _kinds(spec: ModelSpec) -> Sequence[tuple[LayerSpec, int]]:
-    """Return the kinds of layers in order of first occurrence, with their numbers."""
-    return list(Counter(spec.layers).items())
+    """Return the kinds of layers in order of first occurrence, with their numbers. Layers that
+    differ only in constant decays are of one kind."""
+    alike = (
+        replace(layer, state=replace(layer.state, rates=())) if layer.state else layer
+        for layer in spec.layers
+    )
+    return list(Counter(alike).items())
 
 
 def _chosen(index: IndexSpec | None) -> str:
@@ -208,11 +213,12 @@ def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
         return "have only an MLP"
     state = layer.state
     if state is not None:
-        text = f"keep a state of {state.size:,} numbers: the last {state.width - 1} inputs"
+        parts = [f"the last {state.width - 1} inputs"] if state.channels else []
         if state.by_channel:
-            text += f", and {state.key_dim} numbers for each of {state.values:,} channels"
+            parts.append(f"{state.key_dim} numbers for each of {state.values:,} channels")
         elif state.value_heads:
-            text += f", and matrices of {state.value_heads} heads"
+            parts.append(f"matrices of {state.value_heads} heads")
+        text = f"keep a state of {state.size:,} numbers: {', and '.join(parts)}"
         alone = replace(layer, state=None, beside=False)
         return f"{text}; {_kind(spec, alone)}" if layer.beside else text
     seen = f"see {_seen(layer)}"

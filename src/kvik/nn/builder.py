@@ -6,6 +6,7 @@ So models have no loading code and do not know how their weights are stored.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -82,6 +83,7 @@ from kvik.spec.network import (
     Rescale,
     Scale,
     ScaledQueriesLayer,
+    StateLayer,
     Sum,
     TokenTable,
     WeightedSums,
@@ -1052,6 +1054,16 @@ class Builder(LayerBuilder):
         skipped = parameter(self._name(skip), (skips,)) if skip else None
         heads = StateHeads(rates, offsets, spec.key_heads, skipped, beta_scale, spec.bound)
         return Recurrence(self.ops, heads, self._state_of(layer))
+
+    def decaying(self, layer: int, spec: StateSpec) -> StateLayer:
+        """Return the state space of a layer whose decays are constant."""
+        decay = torch.tensor(spec.rates, device=self.device).log()
+        # The gates are 0, and softplus(ln(e - 1)), the step of each token, is 1.
+        bias, skip = torch.full_like(decay, math.log(math.e - 1)), torch.zeros_like(decay)
+        heads = StateHeads(decay, bias, spec.key_heads, skip)
+        space = Recurrence(self.ops, heads, self._state_of(layer))
+        zeros = skip[None].to(self.dtype)
+        return lambda x, ctx: space(x, zeros.expand(len(x), -1), ctx)
 
     def _state_of(self, layer: int) -> int:
         return self._states.setdefault(layer, len(self._states))

@@ -171,7 +171,7 @@ def allocate_states(
         convolved, matrices, log = pool[:, first : first + spec.size].split(sizes, 1)
         layers.append(
             LayerStates(
-                convolved.view(rows, -1, spec.channels),
+                convolved.view(rows, spec.width - 1 + spec.drafts, spec.channels),
                 matrices.view(rows, spec.value_heads, spec.key_dim, spec.value_dim),
                 log.view(rows, spec.drafts, spec.logged // max(1, spec.drafts)),
             )

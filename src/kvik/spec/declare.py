@@ -574,6 +574,9 @@ class LayerBuilder:
             self._other(skip, spec.values if spec.by_channel else spec.value_heads)
         return _LISTED
 
+    def decaying(self, layer: int, spec: StateSpec) -> StateLayer:
+        return _LISTED
+
     def _other(
         self, name: str, size: int, shape: tuple[int, ...] = (), *, logarithm: bool = False
     ) -> None:

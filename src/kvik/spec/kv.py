@@ -16,7 +16,8 @@ STATE_BYTES = 4  # per number: states are fp32, because every token adds to them
 class StateSpec:
     """The state that one layer keeps per request, independent of the request's length."""
 
-    # channels, width: of a short convolution, which keeps the last width - 1 inputs.
+    # channels, width: of a short convolution, which keeps the last width - 1 inputs; 0 and 1: there
+    # is none.
     channels: int
     width: int
     bias: bool = False  # the convolution has biases
@@ -31,6 +32,9 @@ class StateSpec:
     gates: int = 0
     # Below 0: the logarithm of a row's own decay is at least this; 0: any number.
     bound: float = 0.0
+    # How fast each value head forgets, if it does so by a constant: e to the power of minus this is
+    # the decay. (): it depends on the tokens.
+    rates: tuple[float, ...] = ()
     # Each number of a matrix has its own decay, and each channel of a value its own gate (Mamba).
     # The convolution then has the values alone.
     by_channel: bool = False
@@ -111,7 +115,7 @@ class StateSpec:
         """Operations per token by kind: of the convolution, and of the recurrence, in which each
         number of the matrices decays, is updated, and is multiplied by a query, and by the delta
         rule also by a key; or has its own decay."""
-        flops = {"convolution": 2 * self.width * self.channels}
+        flops = {"convolution": 2 * self.width * self.channels} if self.channels else {}
         if self.by_channel:
             flops["state space by channel"] = 7 * self.matrices
         elif self.delta:

@@ -147,6 +147,9 @@ class LayerSpec:
     query_scale: QueryScale | None = None  # of its queries; None: 1
     unnormed: bool = False  # its attention reads the residual stream as it is
     norm_rank: int = 0  # inner width of the gates of its norms; 0: they are not gated
+    # Of its attention and of its MLP: of what each reads, to which its output is added, and of that
+    # output. (): it is added to the residual stream.
+    factors: tuple[float, ...] = ()
     # In an encoder, the distance up to which a query sees keys on either side. All layers use one
     # cache, whose content lasts for a step. None: attention is causal.
     bidirectional: int | None = None
