@@ -286,6 +286,10 @@ def test_the_plan_matches_the_peak_of_a_large_model(
         | {"global_head_dim": 32, "hidden_size_per_layer_input": 1024},
         {"architectures": ["Gemma3nForCausalLM"], "hidden_act": None, "num_kv_shared_layers": 1}
         | {"layer_types": ["full_attention"] * 3, "activation_sparsity_pattern": [0.9] * 3},
+        {"architectures": ["MiniMaxForCausalLM"], "num_experts_per_tok": 2}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        {"architectures": ["Zamba2ForCausalLM"], "hidden_act": "gelu", "n_mamba_heads": 32}
+        | {"layers_block_type": ["hybrid", "mamba", "hybrid"], "num_mem_blocks": 1},
         {"architectures": ["MiniMaxM3VLForCausalLM"], "hidden_act": None, "index_n_heads": 2}
         | {"mlp_layer_types": ["dense"] * 3, "layer_types": ["minimax_m3_sparse"] * 3}
         | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}

@@ -383,6 +383,11 @@ PUBLIC: dict[str, dict[str, Any]] = {
         layernorm_linear_attention_alpha=3.5565588200778455,
         layernorm_mlp_alpha=3.5565588200778455,
     ),
+    "Zamba2-2.7B": config(
+        "Zamba2ForCausalLM",
+        vocab=32000, hidden=2560, inner=10240, layers=54, heads=32, kv_heads=32,
+        n_mamba_heads=80, num_mem_blocks=2, hidden_act="gelu", tie_word_embeddings=True,
+    ),
     "Compass, usual sizes": {
         "architectures": ["CohereCompassForCausalLM"],
         "rope_parameters": {"full_attention": None},

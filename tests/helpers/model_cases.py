@@ -18,6 +18,7 @@ from helpers.tiny_models import (
     LLAMA4,
     MINIMAX,
     STEP,
+    ZAMBA2,
 )
 
 
@@ -1230,6 +1231,19 @@ CASES = {
         mlp_beta_factor=0.6,
         rms_norm_eps=0.1,
         tie_word_embeddings=True,
+    ),
+    "zamba2": case("Zamba2", ZAMBA2),
+    "zamba2-rotary-adapters": case(
+        "Zamba2",
+        ZAMBA2,
+        use_mem_rope=True,
+        use_shared_attention_adapter=True,
+        mamba_ngroups=2,
+        mamba_d_conv=3,
+        num_mem_blocks=1,
+        num_hidden_layers=3,
+        layers_block_type=["hybrid", "mamba", "hybrid"],
+        rms_norm_eps=0.1,
     ),
     "llama4": case("Llama4", LLAMA4, rope(**LLAMA3)),
     "llama4-every-second": case(

@@ -122,6 +122,11 @@ MINIMAX: dict[str, Any] = {  # of MiniMax-Text-01
     **{"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16},
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
+ZAMBA2: dict[str, Any] = {  # two blocks take turns
+    **{"num_hidden_layers": 6, "num_key_value_heads": 4, "mamba_d_state": 8, "n_mamba_heads": 4},
+    "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "hybrid", "mamba"],
+    **{"num_mem_blocks": 2, "adapter_rank": 4, "time_step_min": 1e-30},
+}
 COMPASS: dict[str, Any] = {  # of Cohere Compass
     "hidden_size": 64,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],

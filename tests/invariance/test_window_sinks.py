@@ -110,7 +110,7 @@ OF_OTHERS = [
     *by_name(EVERY, "siblings, preemption", ALL_OF_IT.name),
     *(Column("tp2", TWO), Column("pp2", STAGES)),
 ]
-LEFT_OUT = ("windowed", "pp2")  # it reads vectors of tokens in every layer
+LEFT_OUT = ("windowed", "pp2")  # it reads vectors of tokens in its layers
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from helpers.tiny_models import (
     COMPRESSED,
     GEMMA3N,
     KIMI,
+    ZAMBA2,
     reference_greedy,
     save_tiny,
     tokens,
@@ -66,7 +67,7 @@ WIRINGS = (
     *("Gemma4-token-inputs", "Gemma4-key-is-value", "Falcon-two-norms", "StableLm", "Ministral3"),
     *("Qwen3_5", "Lfm2", "Granite", "GraniteMoeHybrid-dense", "NemotronH", "FalconH1", "Apertus"),
     *("KimiLinear", "BailingHybrid", "Step3p7", "Laguna", "MiMoV2Flash", "Gemma3n", "HYV4"),
-    *("MiniMax", "MiniMaxM3VL", "DeepseekV4"),
+    *("MiniMax", "MiniMaxM3VL", "DeepseekV4", "Zamba2"),
 )
 # In deep models of random numbers and in sharp attention, eight bits change the answers.
 DULLER: dict[str, dict[str, Any]] = {
@@ -89,6 +90,12 @@ DULLER: dict[str, dict[str, Any]] = {
     "MiniMaxM3VL": CALIBRATED["MiniMaxM3VL"],
     "Step3p7": CALIBRATED["Step3p7"],
     "Laguna": {**CALIBRATED["Laguna"], "sliding_window": 9},
+    "Zamba2": {
+        **ZAMBA2,
+        "num_hidden_layers": 3,
+        "layers_block_type": ["hybrid", "mamba", "hybrid"],
+        **{"num_mem_blocks": 1, "rms_norm_eps": 0.1},
+    },
     "MiMoV2Flash": {**CALIBRATED["MiMoV2Flash"], "sliding_window": 9},
 }
 

@@ -16,7 +16,7 @@ import torch
 from helpers.calibrated import FAMILIES
 from helpers.paged_model import PagedModel
 from helpers.rounded_blocks import meaning, rounded_blocks
-from helpers.tiny_models import IMAGE_PREFIXES, save_tiny, save_tiny_with_images, tokens
+from helpers.tiny_models import IMAGE_PREFIXES, ZAMBA2, save_tiny, save_tiny_with_images, tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -418,6 +418,12 @@ def test_heads_with_other_names(case: str, named: str, tmp_path: Path) -> None:
     exclusions = {"compressed-tensors": "ignore", "gptq": "dynamic"}
     excluded = config[exclusions.get(recipe.layout, "modules_to_not_convert")]
     assert named in {name.removeprefix("-:^").rstrip("$").replace("\\.", ".") for name in excluded}
+
+
+def test_matrices_that_layers_share_are_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "Zamba2", **ZAMBA2)
+    with pytest.raises(ModelError, match="model: has matrices that layers share"):
+        open_source(tmp_path)
 
 
 def test_a_quantised_model_is_refused(plain: Path, tmp_path: Path) -> None:

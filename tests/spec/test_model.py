@@ -63,6 +63,7 @@ from kvik.spec.visible_keys import Window
         ("DeepSeek-V4-Flash", 284_328_206_295),
         ("Ling-3.0-Flash", 124_414_211_552),
         ("MiniMax-Text-01", 456_089_655_296),
+        ("Zamba2-2.7B", 2_662_214_560),
         ("Compass, usual sizes", 34_980_831_232),
         ("Step-3.7-Flash", 196_955_466_816),
         ("glm-5", 743_911_218_432),

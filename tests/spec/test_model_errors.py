@@ -306,6 +306,21 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
         for name in ("full_attn_alpha", "linear_attn_beta", "mlp_alpha")
     ),
     *(
+        (PUBLIC["Zamba2-2.7B"] | {key: value}, key)
+        for key, value in (
+            ("layers_block_type", ["mamba"] * 54),
+            ("layers_block_type", ["mamba", "hybrid"] * 26),
+            ("layers_block_type", ["attention", "hybrid"] * 27),
+            ("num_attention_heads", 48),
+            ("num_mem_blocks", 0),
+            ("adapter_rank", 0),
+            ("n_mamba_heads", 81),
+            ("add_bias_linear", True),
+            ("use_long_context", True),
+            ("use_shared_attention_adapter", 1),
+        )
+    ),
+    *(
         (step(**{key: value}), f"text_config {key}")
         for key, value in (
             ("layer_types", ["full_attention"] * 46),

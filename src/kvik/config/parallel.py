@@ -66,7 +66,7 @@ def check_group(
         )
         raise ConfigError(option, reason)
     if stages > 1 and any(layer.token_input for layer in spec.layers):
-        why = f"{spec.architecture} reads vectors of tokens in every layer"
+        why = f"{spec.architecture} reads vectors of tokens in its layers"
         raise ConfigError(STAGES, f"must be 1: {why}")
 
 

@@ -26,6 +26,7 @@ class Mamba2:
     Args:
         factors: of the inputs of gates, values, keys, queries and steps; (): all 1.
         normed: how the output is normalised: after the gate, before it, or not at all.
+        eps: of that norm; None: the model's.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Mamba2:
         state: StateSpec,
         factors: Sequence[float] = (),
         normed: Normed = "after",
+        eps: float | None = None,
     ) -> None:
         hidden, inner = spec.hidden_size, state.values
         self.widths = inner, state.channels, state.value_heads
@@ -53,7 +55,7 @@ class Mamba2:
         if normed:
             before: Role = "" if spec.layers[layer].beside else "o"  # attention has its own
             self.norm = builder.rms_norm(
-                "norm", inner, spec.norm_eps, before=before, groups=state.key_heads
+                "norm", inner, eps or spec.norm_eps, before=before, groups=state.key_heads
             )
         self.out = builder.linear("out_proj", inner, hidden, bias=False, role="o")
 

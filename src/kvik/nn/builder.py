@@ -189,6 +189,7 @@ class Builder(LayerBuilder):
         columns: Sequence[int] = (),
         parts: tuple[int, ...] = (),
         activation: Activation | None = None,
+        uses: int = 1,
     ) -> Linear:
         """Return the layer x [tokens, inputs] -> [tokens, sum of outputs], fused from one per name.
 
@@ -200,6 +201,7 @@ class Builder(LayerBuilder):
             parts: widths of the parts of query heads that attention reads separately; each part of
                 all heads is contiguous; (): none.
             activation: of the outputs; "silu_and_mul" halves them.
+            uses: see `DeclaredLinear`.
         """
         places = torch.tensor(order).argsort() if order else None
         names = (names,) if isinstance(names, str) else names
@@ -974,6 +976,11 @@ class Builder(LayerBuilder):
         """Return a layer that multiplies by a function of a gate: `by`, one of `GATES`."""
         ops, function = self.ops, GATES[by]
         return lambda x, gate: ops.gated(x, gate, function)
+
+    def activated(self, by: Activation) -> Scale:
+        """Return a layer that applies an activation."""
+        ops = self.ops
+        return lambda x: ops.activate(x, by)
 
     def scaled_columns(self, factors: Sequence[tuple[int, float]]) -> Scale:
         """Return a layer that multiplies columns by constants.

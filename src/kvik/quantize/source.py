@@ -298,6 +298,9 @@ def open_source(folder: Path) -> Source:
     if spec.compressed:
         reason = "keeps entries that sum up tokens, and can only be rounded at load (quantization)"
         raise ModelError("model", reason)
+    if any(layer.shared_rank for layer in spec.layers):
+        reason = "has matrices that layers share, and can only be rounded at load (quantization)"
+        raise ModelError("model", reason)
     if spec.quantization is not None:
         raise ModelError("model", f"is quantised already ({spec.quantization}): take the original")
     tensors = {

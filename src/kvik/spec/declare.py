@@ -164,12 +164,13 @@ class LayerBuilder:
         columns: Sequence[int] = (),
         parts: tuple[int, ...] = (),
         activation: Any = None,
+        uses: int = 1,
     ) -> LinearLayer:
         names = (names,) if isinstance(names, str) else names
         outputs = (outputs,) if isinstance(outputs, int) else outputs
         full = tuple(map(self._name, names))
         linear = DeclaredLinear(
-            self._layer, role, full, inputs, outputs, bias, transposed=transposed
+            self._layer, role, full, inputs, outputs, bias, transposed=transposed, uses=uses
         )
         self._listed.linears.append(linear)
         return _LISTED
@@ -538,6 +539,9 @@ class LayerBuilder:
         return _LISTED
 
     def gated(self, by: str = "none") -> Gated:
+        return _LISTED
+
+    def activated(self, by: Any) -> Scale:
         return _LISTED
 
     def causal_conv(

@@ -128,6 +128,10 @@ class LayerSpec:
     # with zeros after a value.
     value_dim: int | None = None
     kv_from: int | None = None  # earlier layer whose keys and values it reads; None: it has its own
+    # weights_from, shared_rank: earlier layer whose attention and MLP it has, None: its own; and
+    # inner width of the products that a layer adds to matrices which several have.
+    weights_from: int | None = None
+    shared_rank: int = 0
     # It has no value projection; values are the keys before norm and rotation.
     value_is_key: bool = False
     # Width of its MLP, also of one in addition to experts; None: the model's.
