@@ -301,11 +301,13 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // added only for the choice. groups > 1: experts are chosen only from the kept_groups best of equal-sized groups,
 // ranked by their best expert or their two_of_group best. normalise: weights of a row sum to `scale`; else they are
 // scores times `scale`, or where the scores are logits as `Router` says, with its jitter. each_scale: null, or fp32
-// [experts]: a final factor for the weights of each expert. given: null, or the ids, int64 [rows, active].
+// [experts]: a final factor for the weights of each expert. given: null, or the ids, int64 [rows, active]. zero: as many
+// of the last experts return their input; their ids become -1, and ids and weights have a further column, -1 and the sum
+// of the weights of those that were chosen; 0: there are none, and no such column.
 #define KVIK_ARGS_route(P, I, F)                                                         \
     P(logits) I(stride) I(rows) I(experts) I(active) I(scores) P(correction) I(groups)   \
     I(kept_groups) I(two_of_group) I(normalise) F(scale) F(jitter) P(each_scale)         \
-    P(given) P(ids) P(weights)
+    P(given) I(zero) P(ids) P(weights)
 
 // y [rows, outputs] = residual + the sum over a row's experts, in ascending order, of weight * down(act(up(x))). ids,
 // weights as `route` makes them; no expert twice in a row; an id below 0 is no expert; weights null: all 1.

@@ -106,8 +106,9 @@ void route_row(const route_args& a, int64_t row) {
             for (int64_t i = g * size; i < (g + 1) * size; i++) taken[i] = false;
         }
     }
-    int64_t* ids = (int64_t*)a.ids + row * a.active;
-    float* weights = (float*)a.weights + row * a.active;
+    const int64_t columns = a.active + (a.zero > 0);
+    int64_t* ids = (int64_t*)a.ids + row * columns;
+    float* weights = (float*)a.weights + row * columns;
     const int64_t* given = a.given ? (const int64_t*)a.given + row * a.active : nullptr;
     float total = 0.0f;
     for (int64_t n = 0; n < a.active; n++) {
@@ -126,6 +127,15 @@ void route_row(const route_args& a, int64_t row) {
         weights[n] *= scale;
         if (each_scale) weights[n] *= each_scale[ids[n]];
     }
+    if (!a.zero) return;
+    float returned = 0.0f;
+    for (int64_t n = 0; n < a.active; n++) {
+        if (ids[n] < a.experts - a.zero) continue;
+        returned += weights[n];
+        ids[n] = -1;
+    }
+    ids[a.active] = -1;
+    weights[a.active] = returned;
 }
 
 void route(const route_args& a, Team& team) {

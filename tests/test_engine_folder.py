@@ -15,7 +15,16 @@ from helpers.optional_native import NATIVE, needs_native
 from helpers.planned import decision
 from helpers.stored_layers import gptq_config
 from helpers.stored_models import CONFIGS, save_quantised
-from helpers.tiny_models import COMPRESSED, GEMMA3N, IN_BLOCKS, INDEXED, MINIMAX, ZAMBA2, save_tiny
+from helpers.tiny_models import (
+    COMPRESSED,
+    GEMMA3N,
+    IN_BLOCKS,
+    INDEXED,
+    LONGCAT,
+    MINIMAX,
+    ZAMBA2,
+    save_tiny,
+)
 from safetensors.torch import load_file, save_file
 
 from kvik import LLM, KvikError, SamplingParams
@@ -55,6 +64,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "residual streams": ("Gemma3n", GEMMA3N),
     "hyper-connections": ("HYV4", INDEXED),
     "blocks of keys": ("MiniMaxM3VL", IN_BLOCKS),
+    "experts that return their input": ("LongcatFlash", LONGCAT),
     "constant decays": ("MiniMax", MINIMAX),
     "shared matrices": ("Zamba2", ZAMBA2),
     "entries": ("DeepseekV4", COMPRESSED),

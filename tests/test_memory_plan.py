@@ -286,6 +286,10 @@ def test_the_plan_matches_the_peak_of_a_large_model(
         | {"global_head_dim": 32, "hidden_size_per_layer_input": 1024},
         {"architectures": ["Gemma3nForCausalLM"], "hidden_act": None, "num_kv_shared_layers": 1}
         | {"layer_types": ["full_attention"] * 3, "activation_sparsity_pattern": [0.9] * 3},
+        {"architectures": ["LongcatFlashForCausalLM"], "num_layers": 2, "zero_expert_num": 2}
+        | {"ffn_hidden_size": 1024, "expert_ffn_hidden_size": 256, "q_lora_rank": 64}
+        | {"qk_rope_head_dim": 32, "kv_lora_rank": 128, "qk_nope_head_dim": 32, "v_head_dim": 32}
+        | {"n_routed_experts": 4, "moe_topk": 2},
         {"architectures": ["MiniMaxForCausalLM"], "num_experts_per_tok": 2}
         | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
         {"architectures": ["Zamba2ForCausalLM"], "hidden_act": "gelu", "n_mamba_heads": 32}

@@ -388,6 +388,12 @@ PUBLIC: dict[str, dict[str, Any]] = {
         vocab=32000, hidden=2560, inner=10240, layers=54, heads=32, kv_heads=32,
         n_mamba_heads=80, num_mem_blocks=2, hidden_act="gelu", tie_word_embeddings=True,
     ),
+    "LongCat-Flash": {
+        "architectures": ["LongcatFlashForCausalLM"],
+        "num_layers": 28,
+        "zero_expert_num": 256,
+        "zero_expert_type": "identity",
+    },
     "Compass, usual sizes": {
         "architectures": ["CohereCompassForCausalLM"],
         "rope_parameters": {"full_attention": None},

@@ -580,6 +580,7 @@ def _experts() -> list[Case]:
         "best-two": Router(24, 6, "sigmoid", True, 4, 2, "best two", scale=1.7),
         "sparsemixer": Router(16, 3, "sparsemixer", normalised=False, jitter=0.3),
         "logit": Router(19, 5, "logit", corrected=True, normalised=False),
+        "zero": Router(8, 5, corrected=True, normalised=False, scale=1.5, zero=9),
         "sqrtsoftplus": Router(19, 5, "sqrtsoftplus", corrected=True, scale=1.5),
     }
     kinds = {
@@ -626,9 +627,9 @@ def _experts() -> list[Case]:
 
 
 def _logits(rows: int, router: Router, m: Maker, given: bool = False) -> Arguments:
-    logits = m.normal(rows, router.experts, scale=2.0, dtype=torch.float32)
+    logits = m.normal(rows, router.outputs, scale=2.0, dtype=torch.float32)
     ids = torch.arange(rows * router.active, device=logits.device).view(rows, -1) % router.experts
-    correction = m.normal(router.experts, dtype=torch.float32) if router.corrected else None
+    correction = m.normal(router.outputs, dtype=torch.float32) if router.corrected else None
     scales = m.normal(router.experts, dtype=torch.float32) if router.scaled else None
     return logits, router, correction, scales, ids if given else None
 

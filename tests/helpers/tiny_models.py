@@ -46,6 +46,10 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "Bloom": {"vocab_size": 96, "hidden_size": 32, "n_layer": 3, "n_head": 4},
     "Mpt": {"vocab_size": 96, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 128},
+    "LongcatFlash": {
+        **{"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "num_layers": 2},
+        "max_position_embeddings": 128,
+    },
     "GPTNeo": {
         "vocab_size": 96,
         "hidden_size": 32,
@@ -121,6 +125,12 @@ KIMI: dict[str, Any] = {  # of Kimi Linear
 MINIMAX: dict[str, Any] = {  # of MiniMax-Text-01
     **{"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16},
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+LONGCAT: dict[str, Any] = {  # of LongCat-Flash: two blocks, of two layers each
+    **{"num_layers": 2, "ffn_hidden_size": 56, "q_lora_rank": 24, "kv_lora_rank": 48},
+    **{"qk_rope_head_dim": 16, "qk_nope_head_dim": 12, "v_head_dim": 20, "head_dim": 16},
+    **{"moe_topk": 4},
+    **{"expert_ffn_hidden_size": 24, "n_routed_experts": 6, "zero_expert_num": 5},
 }
 ZAMBA2: dict[str, Any] = {  # two blocks take turns
     **{"num_hidden_layers": 6, "num_key_value_heads": 4, "mamba_d_state": 8, "n_mamba_heads": 4},

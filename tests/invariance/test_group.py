@@ -25,7 +25,7 @@ from helpers.matrix import (
 from helpers.optional_native import needs_native
 from helpers.stored_models import CONFIGS as STORED
 from helpers.stored_models import SIZES, save_quantised
-from helpers.tiny_models import COMPRESSED, IN_BLOCKS, ZAMBA2, save_tiny, tokens
+from helpers.tiny_models import COMPRESSED, IN_BLOCKS, LONGCAT, ZAMBA2, save_tiny, tokens
 from helpers.untrained_heads import save_heads
 from safetensors.torch import load_file, save_file
 
@@ -179,6 +179,7 @@ FAMILIES: dict[str, dict[str, object]] = {
         **{"num_attention_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16},
     },
     "MiniMax": {**CALIBRATED["MiniMax"], **HEADS},
+    "LongcatFlash": {**LONGCAT, "kv_lora_rank": 32},
     "Zamba2": {**ZAMBA2, "hidden_size": 64, "use_shared_attention_adapter": True},
     "Step3p7": {**CALIBRATED["Step3p7"], **HEADS, "head_dim": 16},
     "Laguna": {**CALIBRATED["Laguna"], **HEADS, "head_dim": 16},
@@ -229,6 +230,7 @@ EXPERTS = (
     "MiniMaxM3VL",
     "DeepseekV4",
     "BailingHybrid",
+    "LongcatFlash",
     "MiniMax",
     "Step3p7",
     "Laguna",
@@ -260,7 +262,8 @@ def test_models_of_each_kind(number, family, tmp_path, monkeypatch) -> None:
     found = [answers(tmp_path, ranks, dtype="float32") for ranks in (1, 2 + number % 2)]
     if "Moe" in family or family in EXPERTS:
         found.append(answers(tmp_path, 2, dtype="float32", expert_parallel=True))
-    if family not in ("Gemma3n", "Gemma4", "Zamba2"):  # their layers read vectors of tokens
+    # Layers of the others read vectors of tokens, or are parts of blocks.
+    if family not in ("Gemma3n", "Gemma4", "LongcatFlash", "Zamba2"):
         found.append(answers(tmp_path, 2, "pipeline_parallel_size", dtype="float32"))
     if family in (
         "Qwen3_5",

@@ -15,6 +15,7 @@ from helpers.tiny_models import (
     COMPRESSED,
     GEMMA3N,
     KIMI,
+    LONGCAT,
     ZAMBA2,
     reference_greedy,
     save_tiny,
@@ -67,7 +68,7 @@ WIRINGS = (
     *("Gemma4-token-inputs", "Gemma4-key-is-value", "Falcon-two-norms", "StableLm", "Ministral3"),
     *("Qwen3_5", "Lfm2", "Granite", "GraniteMoeHybrid-dense", "NemotronH", "FalconH1", "Apertus"),
     *("KimiLinear", "BailingHybrid", "Step3p7", "Laguna", "MiMoV2Flash", "Gemma3n", "HYV4"),
-    *("MiniMax", "MiniMaxM3VL", "DeepseekV4", "Zamba2"),
+    *("MiniMax", "MiniMaxM3VL", "DeepseekV4", "LongcatFlash", "Zamba2"),
 )
 # In deep models of random numbers and in sharp attention, eight bits change the answers.
 DULLER: dict[str, dict[str, Any]] = {
@@ -86,6 +87,7 @@ DULLER: dict[str, dict[str, Any]] = {
     "Gemma3n": {**GEMMA3N, "hidden_size": 64},
     "HYV4": CALIBRATED["HYV4"],
     "DeepseekV4": COMPRESSED,
+    "LongcatFlash": LONGCAT,
     "MiniMax": CALIBRATED["MiniMax"],
     "MiniMaxM3VL": CALIBRATED["MiniMaxM3VL"],
     "Step3p7": CALIBRATED["Step3p7"],

@@ -262,7 +262,15 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 # These need another number of labels, are unknown to transformers, are no text models, or need
 # rotary positions or null.
-OTHERS = ("SequenceClassification", "MiMo", "Mistral3", "Compass", "NewModel", "Text01", "MiniMaxM1")
+OTHERS = (
+    "SequenceClassification",
+    "MiMo",
+    "Mistral3",
+    "Compass",
+    "NewModel",
+    "Text01",
+    "MiniMaxM1",
+)
 
 
 @pytest.mark.full

@@ -20,7 +20,16 @@ from helpers.gguf_models import save_gguf
 from helpers.optional_native import needs_native
 from helpers.tiny_encoders import save_encoder
 from helpers.tiny_families import ALL
-from helpers.tiny_models import GEMMA3N, IN_BLOCKS, INDEXED, MINIMAX, ZAMBA2, save_tiny, tokens
+from helpers.tiny_models import (
+    GEMMA3N,
+    IN_BLOCKS,
+    INDEXED,
+    LONGCAT,
+    MINIMAX,
+    ZAMBA2,
+    save_tiny,
+    tokens,
+)
 from safetensors.torch import load_file, save_file
 
 from kvik import LLM, SamplingParams
@@ -69,6 +78,7 @@ def two_adapters(model: Path) -> dict[str, Pairs]:
 MORE = {
     "Gemma3n": GEMMA3N,
     "HYV4": {**INDEXED, "hidden_size": 64},
+    "LongcatFlash": LONGCAT,
     "MiniMax": MINIMAX,
     "MiniMaxM3VL": IN_BLOCKS,
     "Zamba2": {**ZAMBA2, "use_shared_attention_adapter": True},
@@ -82,7 +92,7 @@ MORE = {
     [
         *("Llama", "Qwen3", "Phi3", "GPT2", "GPTNeoX", "Falcon-two-norms", "Gemma2", "Cohere"),
         *("DeepseekV3", "Qwen3_5", "Qwen3Moe", "Lfm2", "NemotronH", "FalconH1", "Apertus"),
-        *("Gemma3n", "HYV4", "MiniMax", "MiniMaxM3VL", "Zamba2"),
+        *("Gemma3n", "HYV4", "MiniMax", "MiniMaxM3VL", "LongcatFlash", "Zamba2"),
     ],
 )
 def test_each_request_gets_the_answer_of_its_merged_model(family: str, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from helpers.calibrations import calibration, measured_device
 from helpers.optional_native import needs_native
 from helpers.public_configs import config, public_shape
 from helpers.tiny_families import ALL
-from helpers.tiny_models import GEMMA3N, IN_BLOCKS, INDEXED, MINIMAX, ZAMBA2, save_tiny
+from helpers.tiny_models import GEMMA3N, IN_BLOCKS, INDEXED, LONGCAT, MINIMAX, ZAMBA2, save_tiny
 from msgspec import structs
 
 from kvik.config.config import EngineConfig
@@ -33,12 +33,13 @@ FAMILIES = (
     *("Llama", "GPT2", "Cohere2", "Qwen3_5", "Lfm2", "Qwen3Moe", "DeepseekV3"),
     *("Gemma4-token-inputs", "Gemma4-key-is-value", "Gemma4-experts", "OPT"),
     *("GraniteMoeHybrid", "NemotronH", "NemotronH-experts", "FalconH1", "Gemma3n", "HYV4"),
-    *("MiniMax", "MiniMaxM3VL", "Zamba2"),
+    *("LongcatFlash", "MiniMax", "MiniMaxM3VL", "Zamba2"),
 )
 MORE = {
     "OPT": {"hidden_size": 64, "word_embed_proj_dim": 16, "ffn_dim": 64},
     "Gemma3n": GEMMA3N,
     "HYV4": INDEXED,
+    "LongcatFlash": LONGCAT,
     "MiniMax": MINIMAX,
     "MiniMaxM3VL": IN_BLOCKS,
     "Zamba2": {**ZAMBA2, "hidden_size": 64},

@@ -16,7 +16,14 @@ import torch
 from helpers.calibrated import FAMILIES
 from helpers.paged_model import PagedModel
 from helpers.rounded_blocks import meaning, rounded_blocks
-from helpers.tiny_models import IMAGE_PREFIXES, ZAMBA2, save_tiny, save_tiny_with_images, tokens
+from helpers.tiny_models import (
+    IMAGE_PREFIXES,
+    LONGCAT,
+    ZAMBA2,
+    save_tiny,
+    save_tiny_with_images,
+    tokens,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -420,9 +427,12 @@ def test_heads_with_other_names(case: str, named: str, tmp_path: Path) -> None:
     assert named in {name.removeprefix("-:^").rstrip("$").replace("\\.", ".") for name in excluded}
 
 
-def test_matrices_that_layers_share_are_refused(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "Zamba2", **ZAMBA2)
-    with pytest.raises(ModelError, match="model: has matrices that layers share"):
+@pytest.mark.parametrize(("family", "options"), [("Zamba2", ZAMBA2), ("LongcatFlash", LONGCAT)])
+def test_layers_that_are_no_blocks_are_refused(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, family, **options)
+    with pytest.raises(ModelError, match="model: has layers that share matrices or experts"):
         open_source(tmp_path)
 
 

@@ -314,10 +314,22 @@ BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
             ("num_attention_heads", 48),
             ("num_mem_blocks", 0),
             ("adapter_rank", 0),
-            ("n_mamba_heads", 81),
+            ("mamba_headdim", 32),
             ("add_bias_linear", True),
             ("use_long_context", True),
             ("use_shared_attention_adapter", 1),
+        )
+    ),
+    *(
+        (PUBLIC["LongCat-Flash"] | {key: value}, key)
+        for key, value in (
+            ("num_layers", 0),
+            ("q_lora_rank", None),
+            ("zero_expert_num", 513),
+            ("zero_expert_type", "copy"),
+            ("mla_scale_q_lora", False),
+            ("router_bias", True),
+            ("moe_topk", 513),
         )
     ),
     *(

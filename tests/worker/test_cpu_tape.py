@@ -14,7 +14,7 @@ import torch
 from helpers.configs import small
 from helpers.optional_native import NATIVE
 from helpers.tiny_families import ALL
-from helpers.tiny_models import GEMMA3N, IN_BLOCKS, INDEXED, MINIMAX, ZAMBA2, tiny_config
+from helpers.tiny_models import GEMMA3N, IN_BLOCKS, INDEXED, LONGCAT, MINIMAX, ZAMBA2, tiny_config
 from torch import Tensor
 
 from kvik import LLM, SamplingParams
@@ -47,11 +47,12 @@ MODELS = (
     *("Gemma2", "Gemma4-token-inputs", "Gemma4-key-is-value", "Gemma4-experts", "Glm4Moe"),
     *("Llama4", "DeepseekV2", "Granite", "GPTNeoX", "Nemotron", "Lfm2", "Qwen3_5", "GPT2"),
     *("GraniteMoeHybrid", "NemotronH-experts", "FalconH1-norm", "Apertus", "Gemma3n", "HYV4"),
-    *("MiniMax", "MiniMaxM3VL", "Zamba2"),
+    *("LongcatFlash", "MiniMax", "MiniMaxM3VL", "Zamba2"),
 )
 OTHERS = {
     "Gemma3n": GEMMA3N,
     "HYV4": {**INDEXED, "hc_mult": 3},
+    "LongcatFlash": LONGCAT,
     "MiniMax": MINIMAX,
     "MiniMaxM3VL": IN_BLOCKS,
     "Zamba2": {**ZAMBA2, "hidden_size": 64, "use_shared_attention_adapter": True},

@@ -68,6 +68,9 @@ def check_group(
     if stages > 1 and any(layer.token_input for layer in spec.layers):
         why = f"{spec.architecture} reads vectors of tokens in its layers"
         raise ConfigError(STAGES, f"must be 1: {why}")
+    if stages > 1 and any(layer.shortcut for layer in spec.layers):
+        why = f"experts of {spec.architecture} are a shortcut past layers"
+        raise ConfigError(STAGES, f"must be 1: {why}")
 
 
 def experts_of_layers(spec: ModelSpec) -> list[int]:

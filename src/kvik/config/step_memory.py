@@ -258,11 +258,13 @@ class StepFootprint:
     @property
     def _stream_width(self) -> int:
         """Numbers of a token in the residual stream before a layer, normalised, and after it; in
-        several streams, while they are made, predicted, corrected and added up; and in the inputs
-        that layers read of the token alone, while they are computed."""
+        several streams, while they are made, predicted, corrected and added up; in the output of
+        experts that is a shortcut past a layer; and in the inputs that layers read of the token
+        alone, while they are computed."""
         several = 7 * self.spec.residual_width if self.spec.streams else 0
         inputs = 5 * sum(layer.token_input for layer in self.spec.layers)
-        return 3 * self.spec.hidden_size + several + inputs
+        kept = 4 if any(layer.shortcut for layer in self.spec.layers) else 3
+        return kept * self.spec.hidden_size + several + inputs
 
     def _widest(self, size: StepSize) -> int:
         spec, item, tokens = self.spec, self._item, size.max_num_batched_tokens

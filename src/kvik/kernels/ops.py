@@ -181,7 +181,9 @@ class Ops:
         that is 0
     route(logits [tokens, experts] fp32, router, correction, scales [experts] fp32 or None,
         given_ids [tokens, active] int64 or None) -> (ids [tokens, active] int64, weights [tokens,
-        active] fp32), the best first; see `Router`. With `given_ids` these are chosen
+        active] fp32), the best first; see `Router`. With `given_ids` these are chosen. If
+        `Router.zero`, logits and correction are [.., experts + zero], ids of experts that return
+        their input are -1, and there is a further column: -1, and the sum of their weights
     expert_set(up, down) -> ExpertSet, of matrices as `matrix` makes them
     experts(x [tokens, inputs], ids, weights or None, experts, residual [tokens, outputs] or None)
         -> [tokens, outputs], residual + the sum over a token's experts of weight * down(up(x)), in

@@ -369,6 +369,7 @@ class Decoder:
         make_positions: makes the table of learned positions; None: none.
         embed_norm: name of the norm of embeddings; "": none.
         types: name of a table of token types, of which the first is added to embeddings; "": none.
+        halves: number of layers that have one number in the checkpoint.
     """
 
     def __init__(
@@ -382,6 +383,7 @@ class Decoder:
         make_positions: MakePositions | None = None,
         embed_norm: str = "",
         types: str = "",
+        halves: int = 1,
     ) -> None:
         embed, layers, last, head = names
         trunk = builder.at(*scopes)
@@ -400,7 +402,8 @@ class Decoder:
         pairs = [spec.rotation(layer) for layer in spec.layers]
         self.turned = [None if pair is None else spec.rotations.index(pair) for pair in pairs]
         self.layers = [
-            make_layer(spec, trunk.at(layers).at(layer), layer) for layer in range(spec.num_layers)
+            make_layer(spec, trunk.at(layers).at(layer // halves, layer=layer), layer)
+            for layer in range(spec.num_layers)
         ]
         self.norm: Norm | None = None
         if make_norm is not None:

@@ -111,6 +111,7 @@ class DeepseekAttention:
         turned_last: heads of the indexer have the rotated channels last, and the norm of its keys
             has the model's eps.
         eps: of the norms of latent vectors.
+        factors: of these vectors, of queries and of keys and values.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class DeepseekAttention:
         sink_name: str = "",
         turned_last: bool = False,
         eps: float = LATENT_EPS,
+        factors: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         builder = builder.at(scope)
         latent, rope = spec.layers[layer].latent, spec.layers[layer].rope
@@ -143,7 +145,11 @@ class DeepseekAttention:
         else:
             self.down = builder.linear("q_a_proj", hidden, latent.q_rank, bias=bias, role="q_down")
             self.q_norm = builder.rms_norm(
-                "q_a_layernorm", latent.q_rank, eps, before="" if gated else "q_up"
+                "q_a_layernorm",
+                latent.q_rank,
+                eps,
+                before="" if gated else "q_up",
+                scale=factors[0],
             )
             up = partial(builder.linear, "q_b_proj", latent.q_rank * (2 if gated else 1))
         self.join = builder.joined() if gated else None
@@ -157,7 +163,7 @@ class DeepseekAttention:
             role="kv_down",
             order=[*range(latent.rank), *(latent.rank + i for i in turned)],
         )
-        self.kv_norm = builder.rms_norm("kv_a_layernorm", latent.rank, eps)
+        self.kv_norm = builder.rms_norm("kv_a_layernorm", latent.rank, eps, scale=factors[1])
         ups = SEPARATE_UPS if spec.wiring == SEPARATE else (UPS,)
         # The part of YaRN's temperature that is not in the rotation.
         stretch = rope.temperature(rope.mscale_all_dim) if rope and rope.mscale_all_dim else 1.0

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvik.errors import shown
 from kvik.models.decoder import Decoder, GroupedQueryAttention, NormedLayer, mixer
 from kvik.models.mixtral import experts
 from kvik.spec.architecture import Architecture
@@ -124,8 +125,9 @@ def minimax_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSp
         raise fields.error("shared_intermediate_size", "must be 0: no expert is shared")
     if "layer_types" not in fields and KINDS in fields:
         kinds = fields.numbers(KINDS, 0, 1)
-        if len(kinds) != layers:
-            raise fields.error(KINDS, f"must have {layers} entries, not {len(kinds)}")
+        if len(kinds) != layers or not any(kinds):
+            reason = f"must have {layers} entries, not all of them 0, not {shown(list(kinds))}"
+            raise fields.error(KINDS, reason)
         types = tuple(FULL if kind else LINEAR for kind in kinds)
     else:
         types = layer_types(fields, layers, 2, LINEAR, first=True)

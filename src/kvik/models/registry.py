@@ -38,6 +38,7 @@ from kvik.models import (
     lfm2,
     llama,
     llama4,
+    longcat,
     mamba,
     mimo_v2,
     minicpm,
@@ -84,7 +85,7 @@ FILES = (
     *(afmoe, apertus, bamba, hunyuan, minicpm, starcoder2, falcon, opt, gpt2, bert, modernbert),
     *(gemma3n, olmo_hybrid, falcon_h1, kimi_linear, laguna, kolibri1, persimmon, pure_mamba2),
     *(mamba, jamba, mimo_v2, flint, dbrx, bitnet, bloom, mpt, hy4, minimax_m3, bailing_hybrid),
-    *(step3p7, glm5_next, rotary_encoders, minimax, zamba2),
+    *(step3p7, glm5_next, rotary_encoders, minimax, zamba2, longcat),
 )
 DECLARED: Mapping[str, Architecture] = {
     row.name: row for file in FILES for row in vars(file).values() if isinstance(row, Architecture)

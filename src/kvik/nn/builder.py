@@ -135,12 +135,13 @@ class Builder(LayerBuilder):
         # What layers with a budget compute, by their number.
         self.budgeted: dict[int, AttentionSpec] = {}
 
-    def at(self, name: str | int, *aliases: str) -> LayerBuilder:
+    def at(self, name: str | int, *aliases: str, layer: int | None = None) -> LayerBuilder:
         """Return the builder of a narrower scope; layers of other stages are skipped.
 
         Args:
             aliases: alternative names, of which the first in the checkpoint is taken; "": no scope,
                 as in checkpoints of the bare trunk of a model.
+            layer: number of the layer with this name; None: the name.
         """
         if isinstance(name, int) and self._stage is not None and name not in self._stage.layers:
             self.declared.elsewhere.add(f"{self._name(str(name))}.")

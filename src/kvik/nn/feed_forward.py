@@ -163,7 +163,7 @@ class FeedForwardBuilder:
     ) -> Experts:
         """Return the routed experts; see `Builder.experts`."""
         to, rule = self.parameters, spec.router
-        shape = LinearShape(hidden, rule.experts)
+        shape = LinearShape(hidden, rule.outputs)
         router = to.linear(
             LayerNames(self.scope, (names.router,)), [shape], bias=bias, exact=True, wide=True
         )
@@ -173,7 +173,7 @@ class FeedForwardBuilder:
         if rule.scaled:
             scales = to.tensor(self._name(names.scales), (rule.experts,), "gain")
         if rule.corrected:
-            full, sizes = self._name(names.correction), (rule.experts,)
+            full, sizes = self._name(names.correction), (rule.outputs,)
             correction = to.storage.tensor(full, sizes, torch.float32, to.device)
             stored = correction[None] if names.correction_row else correction
             to.declare(full, stored, "bias")

@@ -374,7 +374,7 @@ class AdaptedExperts:
         chosen = None if ctx is None else ctx.metadata[0].layout.adapters
         if chosen is not None:
             numbers = chosen[:, None] * len(self.up.up) + ids
-            chosen = numbers.masked_fill(chosen[:, None] < 0, -1).view(-1)
+            chosen = numbers.masked_fill((chosen[:, None] < 0) | (ids < 0), -1).view(-1)
         inner = self.ops.experts(rows, of_pairs, None, self.up, None)
         if self.up_pairs is not None:
             inner = self.up_pairs.add(rows, inner, chosen)
@@ -398,7 +398,7 @@ class Experts:
     ops: Ops
     router: Linear  # computes the routing logits, fp32
     rule: Router
-    correction: Tensor | None  # [experts] fp32, of `rule`
+    correction: Tensor | None  # [outputs] fp32, of `rule`
     experts: ExpertSet
     shared: MLP | None
     gate: Linear | None  # one number per token, for the output of `shared`
@@ -426,6 +426,9 @@ class Experts:
         elif self.shared is not None and self.gate is not None:
             shared = self.ops.gated(self.shared(x, ctx), self.gate(x, ctx), "sigmoid")
             residual = shared if residual is None else self.ops.add(residual, shared)
+        if self.rule.zero:
+            returned = self.ops.gated(x, weights[:, -1:], "none")
+            residual = returned if residual is None else self.ops.add(residual, returned)
         if self.adapted is not None:
             return self.adapted(x, ids, weights, residual, ctx)
         return self.ops.experts(x, ids, weights, self.experts, residual)

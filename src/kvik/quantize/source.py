@@ -298,8 +298,8 @@ def open_source(folder: Path) -> Source:
     if spec.compressed:
         reason = "keeps entries that sum up tokens, and can only be rounded at load (quantization)"
         raise ModelError("model", reason)
-    if any(layer.shared_rank for layer in spec.layers):
-        reason = "has matrices that layers share, and can only be rounded at load (quantization)"
+    if any(layer.shared_rank or layer.shortcut for layer in spec.layers):
+        reason = "has layers that share matrices or experts; it can only be rounded at load"
         raise ModelError("model", reason)
     if spec.quantization is not None:
         raise ModelError("model", f"is quantised already ({spec.quantization}): take the original")

@@ -134,11 +134,11 @@ class LayerBuilder:
         self._scope = ""
         self._layer: int | None = None
 
-    def at(self, name: str | int, *aliases: str) -> LayerBuilder:
+    def at(self, name: str | int, *aliases: str, layer: int | None = None) -> LayerBuilder:
         inner = copy(self)
         inner._scope = self._name(usual_scope(str(name), *aliases))
         if isinstance(name, int):
-            inner._layer = name
+            inner._layer = name if layer is None else layer
             self._listed.block = f"{self._scope}.{{}}."
         return inner
 
@@ -266,9 +266,9 @@ class LayerBuilder:
         vocab: int = 0,
     ) -> RoutedExperts:
         router, inner = spec.router, spec.inner
-        self.linear(names.router, hidden, router.experts, bias=bias, role="router")
+        self.linear(names.router, hidden, router.outputs, bias=bias, role="router")
         if router.corrected:
-            self._other(names.correction, router.experts)
+            self._other(names.correction, router.outputs)
         if router.scaled:
             self._other(names.scales, router.experts)
         if router.by_token:

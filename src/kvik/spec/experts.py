@@ -53,6 +53,19 @@ class Router:
     weigh_inputs: bool = False  # a weight multiplies its expert's input, else its output
     jitter: float = 0.0  # of "sparsemixer", which has no groups
     by_token: bool = False  # a table has the experts of each token of the vocabulary
+    # Further experts, which return their input (LongCat-Flash, Meituan 2025, arXiv 2509.01322,
+    # section 2.1). The logits and the correction have them last.
+    zero: int = 0
+
+    @property
+    def outputs(self) -> int:
+        """Number of logits."""
+        return self.experts + self.zero
+
+    @property
+    def columns(self) -> int:
+        """Columns of what `Ops.route` returns."""
+        return self.active + (self.zero > 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,8 @@ class LayerSpec:
     # Of its attention and of its MLP: of what each reads, to which its output is added, and of that
     # output. (): it is added to the residual stream.
     factors: tuple[float, ...] = ()
+    # The output of its experts is added after the next layer, which is a part of the same block.
+    shortcut: bool = False
     # In an encoder, the distance up to which a query sees keys on either side. All layers use one
     # cache, whose content lasts for a step. None: attention is causal.
     bidirectional: int | None = None

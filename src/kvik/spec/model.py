@@ -256,7 +256,7 @@ class ModelFacts:
     def experts_of_token(self) -> int:
         """The largest number of active experts per token in a layer; 0: no layer has experts."""
         return max(
-            (layer.experts.router.active for layer in self.layers if layer.experts), default=0
+            (layer.experts.router.columns for layer in self.layers if layer.experts), default=0
         )
 
     @cached_property

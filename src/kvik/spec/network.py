@@ -41,6 +41,8 @@ class ForwardContext:
     taps: Taps | None = None  # what keeps the residual stream between layers; None: nothing does
     # What the last indexer chose (`AttentionBackend.choose`); empty: tokens read all keys.
     chosen: list[Any] = field(default_factory=list)
+    # [tokens, hidden], what experts made that is added after the next layer; empty: nothing.
+    waiting: list[Tensor] = field(default_factory=list)
 
     def once(self, make: Callable[[Tensor], Tensor]) -> Tensor:
         """Return `make(positions)`, computed for the first layer that asks and shared by all."""

@@ -44,13 +44,13 @@ class CpuExperts:
     ) -> tuple[Tensor, Tensor]:
         """See `Ops.route`."""
         tokens = logits.shape[0]
-        ids = self.native.empty(tokens, router.active, dtype=torch.int64)
-        weights = self.native.empty(tokens, router.active, dtype=torch.float32)
+        ids = self.native.empty(tokens, router.columns, dtype=torch.int64)
+        weights = self.native.empty(tokens, router.columns, dtype=torch.float32)
         self.native.launch(
             "route",
             logits=logits,
             stride=logits.stride(0),
-            experts=router.experts,
+            experts=router.outputs,
             active=router.active,
             scores=SCORES.index(router.scores),
             correction=correction,
@@ -62,6 +62,7 @@ class CpuExperts:
             each_scale=scales,
             jitter=router.jitter,
             given=given_ids,
+            zero=router.zero,
             ids=ids,
             weights=weights,
         )

@@ -33,7 +33,8 @@ def route(
         given_ids: [tokens, active] int64, the ids; None: those with the best scores.
 
     Returns:
-        ids [tokens, active] int64, the best first, and their weights in fp32.
+        ids [tokens, active] int64, the best first, and their weights in fp32; with experts that
+        return their input a further column of both, see `Ops.route`.
     """
     scores = logits
     if router.scores in ("softmax", "sigmoid"):
@@ -54,7 +55,13 @@ def route(
     if router.normalised:
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     weights = weights * router.scale
-    return ids.contiguous(), weights if scales is None else weights * scales[ids]
+    weights = weights if scales is None else weights * scales[ids]
+    if router.zero:
+        returns = ids >= router.experts
+        total = (weights * returns).sum(-1, keepdim=True)
+        weights = torch.cat((weights, total), 1)
+        ids = torch.cat((ids.masked_fill(returns, -1), ids.new_full((len(ids), 1), -1)), 1)
+    return ids.contiguous(), weights
 
 
 def _among_near(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:

@@ -70,11 +70,12 @@ def route_kernel(
     logits, correction, each_scale, given, ids, weights, stride, scale, jitter,
     EXPERTS: tl.constexpr, ACTIVE: tl.constexpr, SCORES: tl.constexpr, GROUPS: tl.constexpr,
     KEPT: tl.constexpr, TWO: tl.constexpr, NORMALISED: tl.constexpr, GROUP_BLOCK: tl.constexpr,
-    SIZE_BLOCK: tl.constexpr, ACTIVE_BLOCK: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr, ACTIVE_BLOCK: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
     """grid [tokens]; logits [tokens, EXPERTS], correction and each_scale [EXPERTS] or None, given
     (or None), ids and weights [tokens, ACTIVE]. The experts of a group are a row of a tile. SCORES:
-    index in `SCORES`. TWO: the score of a group is the sum of its best two."""
+    index in `SCORES`. TWO: the score of a group is the sum of its best two. ZERO: how many of the
+    last experts return their input; not 0: ids and weights have a further column."""
     token = tl.program_id(0).to(tl.int64)
     SIZE: tl.constexpr = EXPERTS // GROUPS
     group, place = tl.arange(0, GROUP_BLOCK)[:, None], tl.arange(0, SIZE_BLOCK)[None, :]
@@ -118,12 +119,18 @@ def route_kernel(
         left = tl.where(left == chosen, BEHIND, left)
     if NORMALISED:
         found = found / tl.maximum(tl.sum(found, 0), 1.1754943508222875e-38)
-    to = token * ACTIVE + k
-    tl.store(ids + to, found_ids.to(tl.int64), mask=k < ACTIVE)
+    COLUMNS: tl.constexpr = ACTIVE + (1 if ZERO > 0 else 0)
+    to = token * COLUMNS + k
     found = found * scale
     if each_scale is not None:
         found = found * tl.load(each_scale + found_ids, mask=k < ACTIVE, other=0.0)
-    tl.store(weights + to, found, mask=k < ACTIVE)
+    if ZERO > 0:
+        returns = (k < ACTIVE) & (found_ids >= EXPERTS - ZERO)
+        total = tl.sum(tl.where(returns, found, 0.0), 0)
+        found = tl.where(k == ACTIVE, total, found)
+        found_ids = tl.where(returns | (k == ACTIVE), -1, found_ids)
+    tl.store(ids + to, found_ids.to(tl.int64), mask=k < COLUMNS)
+    tl.store(weights + to, found, mask=k < COLUMNS)
 
 
 def route(
@@ -134,13 +141,13 @@ def route(
     given_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `Ops.route`."""
-    shape, device = (len(logits), router.active), logits.device
+    shape, device = (len(logits), router.columns), logits.device
     ids = torch.empty(*shape, dtype=torch.int64, device=device)
     weights = torch.empty(*shape, dtype=torch.float32, device=device)
     if not len(logits):
         return ids, weights
     constants = (
-        router.experts,
+        router.outputs,
         router.active,
         SCORES.index(router.scores),
         router.groups,
@@ -148,8 +155,9 @@ def route(
         router.group_by == "best two",
         router.normalised,
         power_of_two(router.groups),
-        power_of_two(router.experts // router.groups),
-        power_of_two(router.active),
+        power_of_two(router.outputs // router.groups),
+        power_of_two(router.columns),
+        router.zero,
     )
     tensors = (logits, correction, scales, given_ids, ids, weights)
     numbers = (logits.stride(0), router.scale, router.jitter)
