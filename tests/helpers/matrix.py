@@ -338,6 +338,28 @@ PURE = {  # Mamba-2 in every layer
     **{"max_position_embeddings": 256, "torch_dtype": "float32"},
 }
 
+DECAYS = model_config(  # lightning attention, full attention, lightning attention; experts
+    "MiniMaxForCausalLM",
+    vocab=96, hidden=32, inner=32, layers=3, heads=4, kv_heads=2, head_dim=16, positions=256,
+    layer_types=["linear_attention", "full_attention", "linear_attention"], num_local_experts=6,
+    num_experts_per_tok=2, linear_attn_alpha_factor=1.5, torch_dtype="float32",
+)  # fmt: skip
+
+TURNS = model_config(  # Mamba-2, and attention that layers share, which read the token's embedding
+    "Zamba2ForCausalLM",
+    vocab=96, hidden=32, inner=64, layers=4, heads=4, kv_heads=4, positions=256, hidden_act="gelu",
+    layers_block_type=["hybrid", "mamba", "hybrid", "hybrid"], num_mem_blocks=2, adapter_rank=4,
+    use_shared_attention_adapter=True, n_mamba_heads=4, mamba_d_state=8, torch_dtype="float32",
+)  # fmt: skip
+
+SHORTCUTS = model_config(  # latent attention twice in a block; experts that return their input
+    "LongcatFlashForCausalLM",
+    vocab=96, hidden=64, inner=96, layers=2, heads=4, kv_heads=4, positions=256, num_layers=2,
+    ffn_hidden_size=96, q_lora_rank=32, kv_lora_rank=48, qk_rope_head_dim=16, qk_nope_head_dim=24,
+    v_head_dim=20, expert_ffn_hidden_size=32, n_routed_experts=6, zero_expert_num=4, moe_topk=4,
+    torch_dtype="float32",
+)  # fmt: skip
+
 MODELS = (
     "bundled",
     "windowed",
@@ -370,6 +392,7 @@ def make_model(name: str, folder: Path) -> dict[str, object]:
     configs |= {"pure": PURE, "channels": CHANNELS, "narrow": NARROW, "gpt-oss": GPT_OSS}
     configs |= {"alibi": ALIBI, "streams": STREAMS, "blocks": BLOCKS}
     configs |= {"entries": ENTRIES, "pools": POOLS}
+    configs |= {"decays": DECAYS, "turns": TURNS, "shortcuts": SHORTCUTS}
     config = configs.get(name, WINDOWED)
     (folder / "config.json").write_text(json.dumps(config))
     return {"model": str(folder), "load_format": "random", "seed": 3}

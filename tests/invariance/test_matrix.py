@@ -90,7 +90,7 @@ def test_formats_of_weights_have_the_same_bits(model, format, one_at_a_time, col
 
 
 @needs_native
-@pytest.mark.parametrize("name", ["latent", "indexed", "narrow", "alibi", "blocks"])
+@pytest.mark.parametrize("name", ["latent", "indexed", "narrow", "alibi", "blocks", "shortcuts"])
 @pytest.mark.parametrize("format", ["bfloat16", "KV in int8"])
 @pytest.mark.parametrize("column", LATENT_COLUMNS, ids=named)
 def test_other_vectors_have_the_same_bits(model, format, one_at_a_time, column, caplog):

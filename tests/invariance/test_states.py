@@ -62,6 +62,8 @@ EVERY = by_name(ALL_COLUMNS, *NAMES)
         pytest.param("rows", marks=pytest.mark.full),
         pytest.param("pure", marks=pytest.mark.full),
         pytest.param("channels", marks=pytest.mark.full),
+        pytest.param("decays", marks=pytest.mark.full),
+        pytest.param("turns", marks=pytest.mark.full),
     ],
 )
 def model(request, tmp_path_factory) -> dict[str, object]:

@@ -99,12 +99,14 @@ REPLAYED = ("exact", "fast", "fast, two steps in flight", "fast, preemption, chu
 REPLAYED += ("stages", "stages of groups")
 ELSEWHERE = (*IN_PROCESSES, *REPLAYED, "whole experts")
 CASES = [("bundled", column) for column in COLUMNS if column.name not in ELSEWHERE]
-CASES += [(name, BY_NAME["whole experts"]) for name in ("windowed", "chunked", "entries")]
+CASES += [
+    (name, BY_NAME["whole experts"]) for name in ("windowed", "chunked", "entries", "shortcuts")
+]
 CASES += [
     (name, BY_NAME[column])
     for name in (
         *("windowed", "capped", "narrow", "chunked", "latent", "indexed", "adapted windowed"),
-        *("alibi", "streams", "blocks", "entries"),
+        *("alibi", "streams", "blocks", "entries", "decays", "turns", "shortcuts"),
     )
     for column in ("exact", "fast")
     if column == "fast" or name in ("windowed", "latent", "adapted windowed", "entries")
