@@ -77,7 +77,8 @@ SCORE_FUNCTIONS: Mapping[str, Callable[[float], float]] = {
 def _softmax(values: Sequence[float]) -> list[float]:
     largest = max(values)
     powers = [math.exp(x - largest) for x in values]
-    return [power / fsum(powers) for power in powers]
+    total = fsum(powers)
+    return [power / total for power in powers]
 
 
 def normalise(vector: Sequence[float]) -> list[float]:

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from msgspec import Meta, Struct
 from msgspec.structs import replace
@@ -36,6 +36,7 @@ from kvik.server.openai.rerank import (
     usage_of,
     written,
 )
+from kvik.server.responses import LazyList
 from kvik.server.route import post, routes_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import Table
@@ -124,18 +125,19 @@ async def classify(server: Server, request: Request, body: ClassificationRequest
         inputs = await pooled_inputs(texts, prompts, pooling, keep, before, special=special)
     outputs = await head_outputs(server, request, body, inputs, defaults.adapter)
     function = pooling.function if body.use_activation is not False else "none"
-    probs = [activated(output, function) for output in outputs]
+
+    def classified(index: int) -> Classification:
+        probs = activated(outputs[index], function)
+        return Classification(index, likeliest(probs, pooling.labels), probs, len(probs))
+
     answer = ClassificationList(
         id=f"classify-{secrets.token_hex(16)}",
         created=int(time.time()),
         model=model,
-        data=[
-            Classification(i, likeliest(each, pooling.labels), each, len(each))
-            for i, each in enumerate(probs)
-        ],
+        data=cast(list[Classification], LazyList(range(len(outputs)), classified, chunk=1)),
         usage=usage_of(inputs),
     )
-    return await written(answer, len(probs) * (1 + len(pooling.labels) // NUMBERS_EACH))
+    return await written(answer, len(outputs) * (1 + len(pooling.labels) // NUMBERS_EACH))
 
 
 def _pairs(
