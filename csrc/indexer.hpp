@@ -6,7 +6,6 @@
 #pragma once
 
 #include <algorithm>
-#include <functional>
 
 #include "attention.hpp"
 #include "kv_layout.hpp"
@@ -268,6 +267,8 @@ public:
     void choose_blocks(const float* best, int64_t blocks, uint64_t* ranks) {
         const int64_t end = queries.end_key(place), count = (end + a.span - 1) / a.span, words = a.out_stride / a.heads;
         uint64_t* sorted = ranks + blocks;
+        // Not std::greater: clang emits code for it that the linker would share among all instruction sets.
+        const auto descending = [](uint64_t x, uint64_t y) { return x > y; };
         for (int64_t h = 0; h < a.heads; h++) {
             auto* to = static_cast<uint64_t*>(a.out) + token * a.out_stride + h * words;
             for (int64_t at = 0; at < end; at += kTile)
@@ -275,7 +276,7 @@ public:
             if (count <= a.top) continue;
             for (int64_t b = 0; b < count; b++)
                 ranks[b] = sorted[b] = ranked(b + a.local >= count ? INFINITY : best[h * blocks + b], b);
-            std::nth_element(sorted, sorted + a.top - 1, sorted + count, std::greater<uint64_t>());
+            std::nth_element(sorted, sorted + a.top - 1, sorted + count, descending);
             for (int64_t b = 0; b < count; b++) {
                 if (ranks[b] < sorted[a.top - 1]) continue;
                 const int64_t first = b * a.span, last = first + a.span < end ? first + a.span : end;
