@@ -23,14 +23,14 @@ import kvik.llm, kvik.launch, kvik.worker.worker
 BUDGETS = {
     "import kvik": (set[str](), 3),
     "import kvik.cli.main as m; m._help(m.VERBS)": (set[str](), 12),
-    "from kvik.cli.main import main; main(['info'])": ({"tokenizers"}, 134),
+    "from kvik.cli.main import main; main(['info'])": ({"tokenizers"}, 138),
     "from kvik.cli.main import main; main(['plan', 'llama-3-70b', '--hardware', 'h200'])": (
         {"msgspec", "typing_extensions"},
-        137,
+        141,
     ),
-    "import kvik.cli.generate as v; v.build_parser()": ({"tokenizers"}, 114),
-    "import kvik.llm": ({"tokenizers"}, 150),
-    "import kvik.engine_process": ({"tokenizers", "msgspec", "typing_extensions"}, 156),
+    "import kvik.cli.generate as v; v.build_parser()": ({"tokenizers"}, 118),
+    "import kvik.llm": ({"tokenizers"}, 154),
+    "import kvik.engine_process": ({"tokenizers", "msgspec", "typing_extensions"}, 160),
     "import kvik.cli.serve as v; v.build_parser()": (
         {
             *("tokenizers", "msgspec", "typing_extensions", "prometheus_client", "starlette"),
@@ -38,11 +38,11 @@ BUDGETS = {
             *("uvloop", "cython_runtime"),
             "watchfiles",  # imported by uvicorn if installed, as with Ray
         },
-        223,
+        227,
     ),
     "from kvik import LLM\nwith LLM() as llm: llm.generate('Once')": (
         {"tokenizers", "numpy", "torch", "torchgen", "tqdm", "typing_extensions"},
-        257,
+        261,
     ),
 }
 SHOW = """

@@ -58,7 +58,9 @@ class Texts:
         self.tables = [
             torch.randperm(sum(counts), generator=g).int().split(counts) for _ in range(3)
         ]
-        self.sinks = torch.randn(HEADS, generator=g)
+        # Behind those of the heads are numbers that no kernel may read: they overflow.
+        behind = torch.full((64,), 3e38)
+        self.sinks = torch.cat((torch.randn(HEADS, generator=g), behind))[:HEADS]
         self.makers = tuple(
             EntryMaker(
                 torch.randn(spec.every, (1 + spec.overlap) * dim, generator=g),

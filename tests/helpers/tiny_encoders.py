@@ -55,7 +55,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "CamembertForMaskedLM": ROBERTA,
     "DistilBertModel": DISTIL,
     "DistilBertForMaskedLM": DISTIL,
-    "ElectraModel": {"embedding_size": 32},
+    "ElectraModel": {},
     "MPNetModel": MPNET,
     "MPNetForMaskedLM": MPNET,
     "NomicBertModel": {},
@@ -76,7 +76,7 @@ RERANKERS: dict[str, dict[str, Any]] = {
     "XLMRobertaForSequenceClassification": ROBERTA,
     "CamembertForSequenceClassification": ROBERTA,
     "DistilBertForSequenceClassification": DISTIL,
-    "ElectraForSequenceClassification": {"embedding_size": 32},
+    "ElectraForSequenceClassification": {},
     "MPNetForSequenceClassification": MPNET,
     "GteForSequenceClassification": {},
     "ModernBertForSequenceClassification": MODERN | {"classifier_pooling": "mean"},
@@ -97,6 +97,8 @@ def save_encoder(folder: Path, name: str, *, seed: int = 0, **options: Any) -> A
     facts = SIZES | ENCODERS.get(name, {}) | CLASSIFIERS.get(name, {}) | options
     if name in CLASSIFIERS:
         facts.setdefault("num_labels", 1)
+    if family == "Electra":
+        facts["embedding_size"] = facts["hidden_size"]
     config = getattr(transformers, f"{family}Config")(**facts)
     model = getattr(transformers, name)(config).eval()
     generator = torch.Generator().manual_seed(seed)

@@ -184,7 +184,8 @@ def attention_chosen_kernel(  # noqa: PLR0915
             tl.store(part_weight + piece, weight, mask=head < HEADS)
     if MERGE:
         target = out + ((token * HEADS + head) * VALUE)[:, None] + d[None, :]
-        tl.store(target, mean_of(whole, sinks, head).to(DTYPE), mask=wanted & in_value)
+        result = mean_of(whole, sinks, tl.minimum(head, HEADS - 1))
+        tl.store(target, result.to(DTYPE), mask=wanted & in_value)
 
 
 @triton.jit(do_not_specialize=CHANGING)
